@@ -113,9 +113,9 @@ class Schedule:
 
         Raises `ConfigurationError` for a stage on two devices or a stage without ops.
         """
-        lanes = tuple(tuple(lane) for lane in lanes)
+        rows = tuple(tuple(lane) for lane in lanes)
         home: dict[int, int] = {}
-        for device, lane in enumerate(lanes):
+        for device, lane in enumerate(rows):
             for op in lane:
                 if home.setdefault(op.stage, device) != device:
                     raise ConfigurationError(
@@ -128,8 +128,8 @@ class Schedule:
         missing = [s for s in range(stages) if s not in home]
         if missing:
             raise ConfigurationError(f"schedule {name!r} has {stages} stages but no op of stage {missing[0]}")
-        microbatches = max(op.microbatch for lane in lanes for op in lane) + 1
-        return cls(name, microbatches, tuple(home[s] for s in range(stages)), lanes)
+        microbatches = max(op.microbatch for lane in rows for op in lane) + 1
+        return cls(name, microbatches, tuple(home[s] for s in range(stages)), rows)
 
 
 def sequential(stages: int, microbatches: int) -> Schedule:
@@ -268,8 +268,8 @@ def build(name: str, devices: int, microbatches: int) -> Schedule:
 
 
 def _one_stage_per_device(name: str, microbatches: int, lanes: Iterable[Iterable[Op]]) -> Schedule:
-    lanes = tuple(tuple(lane) for lane in lanes)
-    return Schedule(name, microbatches, tuple(range(len(lanes))), lanes)
+    rows = tuple(tuple(lane) for lane in lanes)
+    return Schedule(name, microbatches, tuple(range(len(rows))), rows)
 
 
 def _1f1b(stage: int, microbatches: int, warm: int) -> tuple[Op, ...]:
