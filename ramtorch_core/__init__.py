@@ -1,0 +1,25 @@
+"""Stream and pipeline models larger than GPU memory; usable without Lightning.
+
+`attach` streams the weights of any module tree, `OffloadModel` those of a list of chunks.
+"""
+
+from ramtorch_core.engine.activations import offload_checkpoint
+from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
+from ramtorch_core.offload import OffloadModel, OffloadResult, attach
+
+__all__ = [
+    "ChunkSpec",
+    "ConfigurationError",
+    "HostMemoryError",
+    "OffloadModel",
+    "OffloadResult",
+    "PlanError",
+    "RamtorchError",
+    "Streamer",
+    "WindowError",
+    "attach",
+    "find_chunks",
+    "offload_checkpoint",
+]

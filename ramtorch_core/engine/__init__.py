@@ -1,0 +1,1 @@
+"""Effects: autograd boundaries, visits, and the runtime that follows a plan."""

@@ -1,0 +1,113 @@
+"""Activation checkpointing that is exact: random states, buffers and keyword arguments included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+
+class BufferSnapshot:
+    """The buffers of a module as they were before a forward that changed them.
+
+    A recompute must see what the forward saw, and must not count a second time. Buffers are exchanged, not written, so
+    that no version counter moves.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (owner, name, buffer, buffer._version, buffer.clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+        self._changed: list[tuple[nn.Module, str, Tensor]] = []
+
+    def keep_changed(self) -> None:
+        """The forward is over: keep the copies of buffers that it wrote or replaced, and drop the others."""
+        self._changed = [
+            (owner, name, copy)
+            for owner, name, buffer, version, copy in self._before
+            if owner._buffers.get(name) is not buffer or buffer._version != version
+        ]
+        self._before = []
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Show the module its former buffers, and the present ones again afterwards."""
+        present = [(owner, name, owner._buffers[name]) for owner, name, _ in self._changed]
+        for owner, name, copy in self._changed:
+            owner._buffers[name] = copy.clone()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in present:
+                owner._buffers[name] = buffer
+
+
+def checkpoint_call(
+    function: Callable[..., Any],
+    *args: Any,
+    marker: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`function(*args, **kwargs)`, whose activations are recomputed in backward.
+
+    torch saves the random state of those devices that it finds among *positional* tensors, and takes autocast's device
+    from them too. So every tensor is passed by position, however deep it is nested and whether or not it came by keyword.
+
+    Args:
+        marker: an empty tensor on the device whose random state must be saved in any case.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in positions]
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(_marker: Tensor | None, *tensors: Tensor) -> Any:
+        values = list(constants)
+        for position, tensor in zip(positions, tensors, strict=True):
+            values[position] = tensor
+        again_args, again_kwargs = tree_unflatten(values, structure)
+        return function(*again_args, **again_kwargs)
+
+    return checkpoint(call, marker, *tensors, use_reentrant=False)
+
+
+def offload_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark a region: run `function(*args, **kwargs)` and recompute its activations in backward.
+
+    Use it inside the forward of a model with `activations="keep"` for the parts that are cheap to recompute. Exact with
+    dropout, with arguments given by keyword only, and, if `function` is a module, with buffers that its forward changes
+    (BatchNorm statistics are updated once). Works on plain models as well.
+
+    Args:
+        function: a module or any callable.
+
+    Returns:
+        What `function` returns.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if not isinstance(function, nn.Module):
+        return checkpoint_call(function, *args, **kwargs)
+    snapshot = BufferSnapshot(function)
+    again = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal again
+        if not again:
+            again = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                snapshot.keep_changed()
+        with snapshot.restored():
+            return function(*args, **kwargs)
+
+    return checkpoint_call(run, *args, **kwargs)

@@ -1,0 +1,168 @@
+"""Follows a learned itinerary: issues its transfers as slots become free, and notes what really happens.
+
+At the first visit of a step the itinerary of the last step that began like this one is taken as the prediction. When the
+program leaves it, the rest of the plan is dropped, chunks are loaded on demand until the step ends, and the new
+itinerary is learned. Leaving the plan costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ramtorch_core.memory.weights import WeightGroup
+from ramtorch_core.memory.window import Slot, Window
+from ramtorch_core.plan.itinerary import Direction, Itinerary, Visit
+from ramtorch_core.plan.transfers import Transfer, TransferPlan, plan_transfers
+
+
+@dataclass(eq=False, slots=True)
+class OpenVisit:
+    """A visit under way: its position in the step, and the slot that holds its chunk."""
+
+    group: WeightGroup
+    direction: Direction
+    position: int
+    slot: Slot
+
+
+_Beginning = tuple[object, Visit, bool]
+
+
+class Follower:
+    """The visits of one window.
+
+    Args:
+        groups: by index, as visits name them.
+        refresh: brings a group's arena up to date before a copy; True if the group had been written.
+    """
+
+    def __init__(
+        self, window: Window, groups: Sequence[WeightGroup], refresh: Callable[[WeightGroup], bool]
+    ) -> None:
+        self.window, self.groups, self._refresh = window, groups, refresh
+        self.visits: list[Visit] = []  # of the step under way
+        self.transfers: list[Transfer] = []  # issued by plan, and on demand
+        self.last: tuple[Itinerary, tuple[Transfer, ...]] = ((), ())
+        self.visited: set[int] = set()
+        self.on_demand = 0  # copies that no plan foresaw, over the whole life
+        self._ended: list[bool] = []
+        self._plan: TransferPlan | None = None
+        self._issued = 0
+        self._clock = 0
+        self._backward: OpenVisit | None = None
+        self._beginning: _Beginning | None = None
+        self._previous: object = None
+        self._learned: dict[_Beginning, TransferPlan] = {}
+
+    def open(self, group: WeightGroup, direction: Direction) -> OpenVisit:
+        """Begin a visit: afterwards the current stream may read the group's weights in the visit's slot.
+
+        A backward visit ends when the next visit begins, at the latest.
+
+        Raises:
+            WindowError: every slot is in use by visits that run inside one another.
+        """
+        self.close_backward()
+        visit, position = Visit(direction, group.index), len(self.visits)
+        if position == 0:
+            self._beginning = (self._previous, visit, torch.is_grad_enabled())
+            likely = self._learned.get(self._beginning) or self._learned.get((None, *self._beginning[1:]))
+            self._plan, self._issued = likely, 0
+        self.visits.append(visit)
+        self.visited.add(group.index)
+        self._ended.append(False)
+        slot = self._planned_slot(position, visit) or self._slot_on_demand(group, position)
+        self._clock += 1
+        self.window.acquire(slot, self._clock)
+        opened = OpenVisit(group, direction, position, slot)
+        if direction is Direction.BACKWARD:
+            self._backward = opened
+        return opened
+
+    def close(self, opened: OpenVisit) -> None:
+        """End a visit: its slot may be overwritten after the work issued so far. Idempotent."""
+        if opened is self._backward:
+            self._backward = None
+        if opened.position < len(self._ended) and not self._ended[opened.position]:
+            self._ended[opened.position] = True
+            self.window.release(opened.slot)
+            self._issue()
+
+    def close_backward(self) -> None:
+        """End the backward visit under way, if there is one."""
+        if self._backward is not None:
+            self.close(self._backward)
+
+    def finish_step(self) -> None:
+        """The step is over: learn its itinerary. What the slots hold is not trusted in the next step."""
+        self.close_backward()
+        if not self.visits or not all(self._ended):
+            return
+        itinerary = tuple(self.visits)
+        if self._beginning is not None:
+            known = self._learned.get(self._beginning)
+            if known is None or known.itinerary != itinerary:
+                self._learned[self._beginning] = plan_transfers(itinerary, len(self.window.slots))
+        self._previous = (itinerary[0], len(itinerary))
+        self.last = (itinerary, tuple(self.transfers))
+        self._clear()
+
+    def abandon_step(self) -> None:
+        """The step failed: close what is open and learn nothing."""
+        for slot in self.window.slots:
+            if slot.in_use:
+                self.window.release(slot)
+        self._backward, self._previous = None, None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.visits, self.transfers, self._ended, self._plan = [], [], [], None
+        self.window.forget()
+
+    def _planned_slot(self, position: int, visit: Visit) -> Slot | None:
+        plan = self._plan
+        if plan is None:
+            return None
+        if position < len(plan.itinerary) and plan.itinerary[position] == visit:
+            self._issue()
+            slot = self.window.slots[plan.slot_of_visit[position]]
+            self._freshen(self.groups[visit.chunk])
+            if slot.group is self.groups[visit.chunk]:
+                return slot
+        self._plan = None
+        return None
+
+    def _slot_on_demand(self, group: WeightGroup, position: int) -> Slot:
+        self._freshen(group)
+        slot = self.window.find(group)
+        if slot is not None:
+            return slot
+        slot = self.window.victim()
+        self._load(Transfer(group.index, slot.index, needed_by=position, after=position - 1))
+        self.on_demand += 1
+        return slot
+
+    def _issue(self) -> None:
+        """Start every planned transfer whose slot is free."""
+        while self._plan is not None and self._issued < len(self._plan.transfers):
+            transfer = self._plan.transfers[self._issued]
+            may_start = transfer.after < 0 or (transfer.after < len(self._ended) and self._ended[transfer.after])
+            if not may_start or self.window.slots[transfer.slot].in_use:
+                return
+            self._issued += 1
+            self._freshen(self.groups[transfer.chunk])
+            self._load(transfer)
+
+    def _freshen(self, group: WeightGroup) -> None:
+        """What a slot holds of a group that was written since is out of date."""
+        if self._refresh(group):
+            self.window.forget(group)
+
+    def _load(self, transfer: Transfer) -> None:
+        group = self.groups[transfer.chunk]
+        self.window.forget(group)
+        self.window.load(group, self.window.slots[transfer.slot])
+        self.transfers.append(transfer)

@@ -1,0 +1,144 @@
+"""Lending: for the length of a visit, modules compute with device views of their weights.
+
+One `Lend` node per visit leads from the masters to the views, so the graph knows the masters. The views are placed in
+the `__dict__` of the modules that own the weights, where attribute access finds them before `_parameters`: iterators,
+`state_dict()`, optimizers and hooks see the masters, the same `Parameter` objects, at every moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ramtorch_core.memory.weights import Weight, WeightGroup
+
+
+class Collector(Protocol):
+    """Takes the gradients that backward leaves on the device."""
+
+    def collect(self, loan: Loan, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of `loan.weights`, in their order, None where there is none to take."""
+
+
+class Loan:
+    """The weights that one Lend node lent.
+
+    Attributes:
+        weights: those that require a gradient, in the order of the node's inputs.
+        born_in: the graph task (backward) in which the visit ran, -1 outside of any.
+        repaid: the node has run backward.
+    """
+
+    def __init__(
+        self, group: WeightGroup, weights: Sequence[Weight], views: Sequence[Tensor], collector: Collector
+    ) -> None:
+        self.group, self.weights, self.views = group, weights, views
+        self.collector = collector
+        self.born_in: int = torch._C._current_graph_task_id()
+        self.repaid = False
+
+
+class _Lend(torch.autograd.Function):
+    """Masters in, device views out; backward hands the gradients to the collector."""
+
+    @staticmethod
+    def forward(ctx: Any, loan: Loan, *_masters: Tensor) -> tuple[Tensor, ...]:
+        ctx.loan = loan
+        ctx.set_materialize_grads(False)
+        views, loan.views = loan.views, ()
+        return tuple(view.detach() for view in views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        loan: Loan = ctx.loan
+        returned: list[Tensor | None] = []
+        collected: list[Tensor | None] = []
+        for weight, grad, (node, _) in zip(loan.weights, grads, ctx.next_functions, strict=True):
+            keep = give = None
+            if grad is not None and weight.parameter.requires_grad:
+                if _somebody_looks(weight.parameter, grad, node):
+                    give = grad.to(device=weight.parameter.device, dtype=weight.parameter.dtype)
+                elif torch._C._will_engine_execute_node(node):
+                    keep = grad
+            returned.append(give)
+            collected.append(keep)
+        loan.repaid = True
+        loan.collector.collect(loan, collected)
+        return (None, *returned)
+
+
+def _somebody_looks(master: nn.Parameter, grad: Tensor, node: Any) -> bool:
+    """Whether autograd itself must see this gradient, as a tensor on the master's device.
+
+    True for `autograd.grad` with respect to the master, hooks on it, `create_graph=True`, and sparse gradients. Torch
+    refuses a device gradient for a host leaf, so it has to be copied at once; otherwise it travels on its own stream.
+    """
+    if master._backward_hooks or master._post_accumulate_grad_hooks or grad.is_sparse or torch.is_grad_enabled():
+        return True
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch's answer when the leaf's gradient is captured instead of accumulated
+        return True
+    return False
+
+
+def lend(
+    group: WeightGroup,
+    views: Sequence[Tensor],
+    collector: Collector,
+    loans: weakref.WeakSet[Loan] | None = None,
+) -> list[Tensor]:
+    """Device tensors for every weight of `group`, connected to the masters where those require a gradient.
+
+    Args:
+        views: one per weight, without gradient history.
+        loans: where the loan is noted for as long as its graph lives.
+    """
+    if not torch.is_grad_enabled():
+        return [view.detach() for view in views]
+    pairs = [(w, v) for w, v in zip(group.weights, views, strict=True) if w.parameter.requires_grad]
+    if not pairs:
+        return [view.detach() for view in views]
+    loan = Loan(group, [weight for weight, _ in pairs], [view for _, view in pairs], collector)
+    if loans is not None:
+        loans.add(loan)
+    lent = dict(zip(loan.weights, _Lend.apply(loan, *(weight.parameter for weight in loan.weights)), strict=True))
+    return [lent[w] if w in lent else v.detach() for w, v in zip(group.weights, views, strict=True)]
+
+
+class Placement:
+    """Puts lent tensors where the modules look, and takes them away again.
+
+    cuDNN's recurrent modules read a list of their weights, `_flat_weights`, instead of the attributes; it is lent too.
+    """
+
+    def __init__(self, weights: Iterable[Weight]) -> None:
+        self._sites = [(module.__dict__, name, i) for i, w in enumerate(weights) for module, name in w.sites]
+        positions = {(id(attributes), name): i for attributes, name, i in self._sites}
+        modules = {id(module): module for w in weights for module, _ in w.sites if isinstance(module, nn.RNNBase)}
+        self._recurrent = [
+            (module, [positions[id(module.__dict__), name] for name in module._flat_weights_names])
+            for module in modules.values()
+        ]
+        self._masters: list[list[Tensor]] = []
+
+    def show(self, lent: Sequence[Tensor]) -> None:
+        """Let the modules compute with `lent`, one tensor per weight."""
+        for attributes, name, index in self._sites:
+            attributes[name] = lent[index]
+        if self._recurrent:
+            self._masters = [module._flat_weights for module, _ in self._recurrent]
+            for module, indices in self._recurrent:
+                module.__dict__["_flat_weights"] = [lent[i] for i in indices]
+
+    def hide(self) -> None:
+        """Let the modules show their masters again."""
+        for attributes, name, _ in self._sites:
+            attributes.pop(name, None)
+        for (module, _), masters in zip(self._recurrent, self._masters, strict=True):
+            module.__dict__["_flat_weights"] = masters
+        self._masters = []

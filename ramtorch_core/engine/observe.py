@@ -1,0 +1,178 @@
+"""Watches how weights are used, to decide which may stream in half precision and which must stay on the device.
+
+Under autocast a weight may cross the bus in autocast's dtype when its only use in a visit is one operation that casts it:
+then the cast happens on the host instead, with the same bits. The kind of module is the first guess; the first visits
+are watched and the guess is replaced by what was seen. A use that contradicts the guess gets the exact weight at once,
+so the first step is exact too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ramtorch_core.memory.weights import Weight
+
+CASTING_MODULES = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)
+"""Modules whose weights autocast casts, as a first guess."""
+
+CASTING_FUNCTIONS = frozenset(
+    {
+        F.linear,
+        F.multi_head_attention_forward,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+        torch.mm,
+        torch.bmm,
+        torch.matmul,
+        torch.addmm,
+        torch.addbmm,
+        torch.baddbmm,
+        Tensor.mm,
+        Tensor.bmm,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.addmm,
+        Tensor.baddbmm,
+    }
+)
+"""Operations that autocast runs in lower precision on every device, casting each float32 argument on its own."""
+
+_HARMLESS = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.element_size,
+        Tensor.data_ptr,
+        Tensor.get_device,
+        Tensor.ndimension,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.__repr__,
+    }
+)
+_HARMLESS_PROPERTIES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "names", "is_cuda"),
+        *("is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "itemsize", "nbytes", "_version"),
+        *("output_nr", "retains_grad", "is_mps", "is_xla", "is_sparse_csr", "_base", "_backward_hooks"),
+    )
+    if hasattr(Tensor, name)
+)
+
+
+class Use:
+    """What one visit did with a weight: how many operations took it, and whether each was one that casts."""
+
+    __slots__ = ("cast", "count")
+
+    def __init__(self) -> None:
+        self.count, self.cast = 0, True
+
+
+class Observer(TorchFunctionMode):
+    """Sees every operation of the user's code while it is entered.
+
+    Args:
+        device: the compute device.
+        exact: gives a weight's exact, differentiable device copy in the master's dtype.
+
+    Attributes:
+        stray: masters that met a device tensor outside of any visit of their chunk.
+    """
+
+    def __init__(self, device: torch.device, exact: Callable[[Weight], Tensor]) -> None:
+        super().__init__()
+        self.device, self.exact = device, exact
+        self.masters: dict[int, Weight] = {}
+        self.stray: dict[Weight, str] = {}
+        self._lent: dict[int, tuple[Weight, Use]] = {}
+
+    def lend(self, weights: Sequence[Weight], lent: Sequence[Tensor]) -> list[Use]:
+        """Watch `lent` until `reclaim`; returns the uses, to be read when the visit is over."""
+        uses = [Use() for _ in weights]
+        self._lent.update((id(t), (w, use)) for w, t, use in zip(weights, lent, uses, strict=True))
+        return uses
+
+    def reclaim(self, lent: Sequence[Tensor]) -> None:
+        """The visit is over."""
+        for tensor in lent:
+            self._lent.pop(id(tensor), None)
+
+    @torch._disable_dynamo
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _HARMLESS or func in _HARMLESS_PROPERTIES:
+            return func(*args, **kwargs)
+        if self._lent or self.device.type != "cpu":
+            uses_device = self.device.type != "cpu" and _any_on(self.device.type, (args, kwargs))
+            args = tuple(self._replace(func, value, uses_device) for value in args)
+            kwargs = {key: self._replace(func, value, uses_device) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _replace(self, func: Any, value: Any, uses_device: bool) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            replaced = [self._replace(func, item, uses_device) for item in value]
+            return replaced if isinstance(value, list) else tuple(replaced)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in self._lent:
+            weight, use = self._lent[id(value)]
+            use.count += 1
+            use.cast &= func in CASTING_FUNCTIONS and torch.is_autocast_enabled(self.device.type)
+            exact_needed = not weight.own_shadow and (not use.cast or use.count > 1)
+            return self.exact(weight) if exact_needed else value
+        if uses_device and id(value) in self.masters:
+            weight = self.masters[id(value)]
+            self.stray.setdefault(weight, getattr(func, "__name__", str(func)))
+            return value.to(self.device)
+        return value
+
+
+def _any_on(kind: str, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == kind and value.dim() > 0
+    if isinstance(value, dict):
+        return any(_any_on(kind, item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_any_on(kind, item) for item in value)
+
+
+def guess_casts(weight: Weight) -> bool:
+    """Whether autocast probably casts every use of this weight, judging by the modules that own it."""
+    return len(weight.sites) == 1 and isinstance(weight.sites[0][0], CASTING_MODULES)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a part of `module` runs compiled, where single operations cannot be seen."""
+    return any(
+        getattr(child, "_compiled_call_impl", None) is not None or type(child).__name__ == "OptimizedModule"
+        for child in module.modules()
+    )

@@ -1,0 +1,136 @@
+"""The rest: tensors whose copies stay on the device, because they are small, shared, or used outside of any chunk.
+
+They are one group with a permanent slot and one permanent Lend node. While a step runs their modules compute with the
+copies; outside of it they show the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ramtorch_core.engine.lend import Collector, Placement, lend
+from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.weights import Weight, WeightGroup
+
+
+class Rest:
+    """Device copies of the tensors that do not stream.
+
+    Args:
+        weights: all of them cross in their own dtype.
+        collector: takes their gradients, once per backward.
+    """
+
+    def __init__(self, weights: Sequence[Weight], device: Device, collector: Collector) -> None:
+        self.group = WeightGroup(-1, "tensors that stay", weights)
+        self.device, self._collector = device, collector
+        self._placement = Placement(weights)
+        self._views: list[Tensor] = []
+        self._lent: list[Tensor] | None = None
+        self._buffer = torch.empty(0)
+        self._requires_grad: list[bool] = []
+        self.users = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.group.nbytes
+
+    def build(self) -> None:
+        """Allocate the copies and fill them."""
+        self.group.build([weight.parameter.dtype for weight in self.group.weights], self.device)
+        with torch.no_grad(), torch.inference_mode(False):
+            self._buffer = torch.empty(self.group.nbytes, dtype=torch.uint8, device=self.device.torch)
+            self._views = [self._own_version(weight.view(self._buffer)) for weight in self.group.weights]
+            self._flatten_recurrent()
+        self._copy(self.group.weights)
+
+    def enter(self) -> None:
+        """One more user; the first lets the modules compute with the copies."""
+        self.users += 1
+        if self.users == 1:
+            self._placement.show(self._tensors())
+
+    def leave(self) -> None:
+        """One user less; the last lets the modules show their masters again."""
+        self.users = max(0, self.users - 1)
+        if self.users == 0:
+            self._placement.hide()
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring the copies up to date with masters that were written; see `WeightGroup.refresh`.
+
+        Only the version counters of tensors that changed move, as they would if the copies were the parameters.
+        """
+        if self.group.arena is not None:
+            changed = self.group.refresh(force=force)
+            if changed:
+                self._copy(changed, count=not force)
+        if self.users and self._stale_graph():
+            self._placement.show(self._tensors())
+
+    def release(self) -> None:
+        """Drop the copies; the modules show their masters."""
+        if self.users:
+            self.users = 1
+            self.leave()
+        self.group.release()
+        self._views, self._lent, self._buffer = [], None, torch.empty(0)
+
+    def _tensors(self) -> list[Tensor]:
+        if self._lent is None or self._stale_graph():
+            with torch.inference_mode(False), torch.enable_grad():
+                self._lent = lend(self.group, self._views, self._collector)
+            self._requires_grad = [weight.parameter.requires_grad for weight in self.group.weights]
+        return self._lent
+
+    def _stale_graph(self) -> bool:
+        return self._requires_grad != [weight.parameter.requires_grad for weight in self.group.weights]
+
+    def _copy(self, changed: Sequence[Weight], *, count: bool = True) -> None:
+        """Copy everything in one piece; `count` tells autograd which copies changed."""
+        arena = self.group.arena
+        if arena is None or not self.group.nbytes:
+            return
+        with torch.no_grad():
+            self._buffer.copy_(arena.flat, non_blocking=True)
+            self.group.copied = self.device.record()
+            if self._recurrent_views:
+                for weight, view in zip(self.group.weights, self._views, strict=True):
+                    if weight in self._recurrent_views:
+                        view.copy_(weight.shadow, non_blocking=True)
+            if count:
+                changed_set = set(changed)
+                for weight, view in zip(self.group.weights, self._views, strict=True):
+                    if weight in changed_set:
+                        torch.autograd.graph.increment_version(view)
+
+    def _own_version(self, view: Tensor) -> Tensor:
+        """The same memory, with a version counter of its own."""
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
+
+    def _flatten_recurrent(self) -> None:
+        """cuDNN wants the weights of a recurrent module in one buffer of its own layout: give them that."""
+        self._recurrent_views: set[Weight] = set()
+        if not self.device.asynchronous:
+            return
+        position = {id(weight.parameter): i for i, weight in enumerate(self.group.weights)}
+        modules = {m for weight in self.group.weights for m, _ in weight.sites if isinstance(m, nn.RNNBase)}
+        for module in modules:
+            masters = module._flat_weights
+            indices = [position[id(master)] for master in masters if id(master) in position]
+            if len(indices) != len(masters):
+                continue
+            views = [self._views[i].clone() for i in indices]
+            module.__dict__["_flat_weights"] = views
+            try:
+                module.flatten_parameters()
+            finally:
+                module.__dict__["_flat_weights"] = masters
+            for i, view in zip(indices, views, strict=True):
+                self._views[i] = view
+                self._recurrent_views.add(self.group.weights[i])

@@ -1,0 +1,1 @@
+"""Tensors and events: devices, host memory, slots and gradients. No schedules."""

@@ -1,0 +1,146 @@
+"""The only file that names `torch.cuda`: streams, events, page-locking, and their twins that do nothing on the CPU.
+
+The engine runs the same code on every device. On the CPU, and under `FakeTensorMode`, a stream is None, an event is
+always complete, and a copy is finished when it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch._guards import detect_fake_mode
+
+from ramtorch_core.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+Stream = torch.cuda.Stream
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before the event is done."""
+
+    def query(self) -> bool:
+        """Whether the work before the event is done."""
+
+
+class _Complete:
+    """The event of a device on which work is done when the call returns."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+COMPLETE: Event = _Complete()
+
+
+class Device:
+    """One compute device; a CUDA device with streams, or a CPU (or fake) device without.
+
+    Args:
+        device: anything `torch.device` takes. `"cuda"` becomes the current CUDA device.
+
+    Raises:
+        ConfigurationError: a CUDA device that this machine does not have, or a kind of device that is not supported.
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        self.fake = detect_fake_mode() is not None
+        if resolved.type not in ("cpu", "cuda"):
+            raise ConfigurationError(f"device '{resolved}' is not supported: use 'cpu' or 'cuda:<index>'")
+        if resolved.type == "cuda" and not self.fake:
+            count = torch.cuda.device_count()
+            index = torch.cuda.current_device() if resolved.index is None and count else resolved.index or 0
+            if index >= count:
+                raise ConfigurationError(f"device '{resolved}' does not exist: this machine has {count} CUDA devices")
+            resolved = torch.device("cuda", index)
+        self.torch = resolved
+        self.asynchronous = resolved.type == "cuda" and not self.fake
+
+    def __repr__(self) -> str:
+        return f"Device({str(self.torch)!r})"
+
+    def stream(self) -> Stream | None:
+        """A new stream that does not wait for the default stream."""
+        return torch.cuda.Stream(self.torch) if self.asynchronous else None
+
+    def current_stream(self) -> Stream | None:
+        """The stream on which the calling thread computes now."""
+        return torch.cuda.current_stream(self.torch) if self.asynchronous else None
+
+    def on(self, stream: Stream | None) -> AbstractContextManager[object]:
+        """Issue work on `stream` (and on this device) inside the context."""
+        return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+
+    def activate(self) -> None:
+        """Make this the current device of the calling thread; its current streams stay as they are."""
+        if self.asynchronous:
+            torch.cuda.set_device(self.torch)
+
+    def generator(self) -> torch.Generator | None:
+        """The generator of this device's random numbers; None on the CPU, whose generator is torch's default one."""
+        return torch.cuda.default_generators[self.torch.index] if self.asynchronous else None
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """An event after all work issued so far on `stream` (default: the current one)."""
+        if not self.asynchronous:
+            return COMPLETE
+        event = torch.cuda.Event()
+        event.record(stream or torch.cuda.current_stream(self.torch))
+        return event
+
+    def wait(self, event: Event, stream: Stream | None = None) -> None:
+        """Let `stream` (default: the current one) wait for `event`; the calling thread does not wait."""
+        if isinstance(event, torch.cuda.Event):
+            (stream or torch.cuda.current_stream(self.torch)).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work on this device is done."""
+        if self.asynchronous:
+            torch.cuda.synchronize(self.torch)
+
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        """Page-lock host memory in place, exactly `nbytes` bytes; False, and a warning, where that fails.
+
+        A failed call leaves an error behind that the next kernel launch would report as its own; it is cleared here.
+        """
+        if not self.asynchronous or nbytes == 0:
+            return False
+        torch.cuda.init()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code == 0:
+            return True
+        log.warning(
+            "page-locking %.1f MB of host memory failed (CUDA error %d): copies from it are several times slower. "
+            "Raise the limit on locked memory (ulimit -l) or stream fewer weights.",
+            nbytes / 1e6,
+            code,
+        )
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch)
+        return False
+
+    def page_unlock(self, address: int) -> None:
+        """Undo `page_lock`. Waits for copies that still use the memory."""
+        if self.asynchronous:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def free_bytes(self) -> int | None:
+        """Bytes of device memory that are free now, or None where that is not known."""
+        return torch.cuda.mem_get_info(self.torch)[0] if self.asynchronous else None
+
+
+def device_count() -> int:
+    """How many CUDA devices this process sees."""
+    return torch.cuda.device_count()

@@ -1,0 +1,278 @@
+"""Where gradients accumulate, and how they reach `.grad`.
+
+A gradient that a visit leaves on the device is copied, on its own stream, into page-locked host memory: one region per
+weight, in the master's dtype. If the region already holds a gradient, the sum is formed on the device, piece by piece
+through a small bounce buffer, and written back; the host never adds. When the backward ends, `finish` waits for the
+copies and publishes the regions as `.grad`, with the meaning `.grad` has in torch: added to what is there.
+
+Half-precision masters accumulate in float32 next to their `.grad`, which is rounded from it once per backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ramtorch_core.memory.device import Device, Event
+from ramtorch_core.memory.host import Arena
+from ramtorch_core.memory.weights import Weight, WeightGroup
+
+BOUNCE_BYTES = 32 << 20
+SMALL_BYTES = 1 << 20
+MAXIMUM_IN_FLIGHT = 2
+"""Groups whose gradients may wait on the device for their copy; compute waits, on the device, before a third."""
+
+
+@dataclass(eq=False, slots=True)
+class _Gradient:
+    """One weight's gradient on the host; `pending` from its first copy until it is published."""
+
+    host: Tensor
+    arena: Arena
+    pending: bool = True
+    wide: Tensor | None = None
+    version: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbouring weights whose gradients move in one copy."""
+
+    weights: list[Weight]
+    grads: list[Tensor]
+    add: bool
+
+
+class _Book:
+    """The gradients of one group: a tight layout, one arena, and who uses which region."""
+
+    def __init__(self, group: WeightGroup, device: Device) -> None:
+        self.group, self.device = group, device
+        self.offsets: dict[Weight, int] = {}
+        self.nbytes = 0
+        by_dtype = sorted(group.weights, key=lambda weight: -weight.parameter.dtype.itemsize)
+        for weight in by_dtype:
+            self.offsets[weight] = self.nbytes
+            self.nbytes += weight.parameter.numel() * weight.parameter.dtype.itemsize
+        self.arena: Arena | None = None
+        self.wide_arena: Arena | None = None
+        self.gradients: dict[Weight, _Gradient] = {}
+
+    def forget_withdrawn(self) -> None:
+        """Reuse the regions whose `.grad` the user set to None, unless somebody still holds one."""
+        for weight, gradient in list(self.gradients.items()):
+            if not gradient.pending and weight.parameter.grad is not gradient.host:
+                del self.gradients[weight]
+        if self.arena is not None and self.arena.tensors_alive() > len(self.gradients):
+            self.arena = None
+
+    def fresh(self, weight: Weight) -> _Gradient:
+        if self.arena is None or weight in self.gradients:
+            self.arena = Arena(self.nbytes, self.device)
+        host = self.arena.tensor(self.offsets[weight], weight.parameter.dtype, weight.size, weight.stride)
+        gradient = self.gradients[weight] = _Gradient(host, self.arena)
+        return gradient
+
+    def widen(self, weight: Weight) -> Tensor:
+        """The float32 accumulator of a half-precision weight."""
+        if self.wide_arena is None:
+            count = sum(w.parameter.numel() for w in self.group.weights)
+            self.wide_arena = Arena(4 * count, self.device)
+        position = sum(w.parameter.numel() for w in self.offsets if self.offsets[w] < self.offsets[weight])
+        return self.wide_arena.tensor(4 * position, torch.float32, weight.size, weight.stride)
+
+
+class Gradients:
+    """Takes gradients off the device and publishes them.
+
+    Args:
+        device: where they are produced.
+
+    Attributes:
+        hold: keep gradients private until `publish` is called, instead of publishing when the backward ends.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.hold = device, False
+        self.stream = device.stream()
+        self.copied_bytes = 0
+        self._books: dict[WeightGroup, _Book] = {}
+        self._moving: deque[tuple[Event, list[Tensor]]] = deque()
+        self._bounce: Tensor | None = None
+
+    def receive(self, group: WeightGroup, grads: Sequence[Tensor | None]) -> None:
+        """Start moving `grads`, on the device and produced on the current stream, to the host. Does not wait.
+
+        Args:
+            grads: one per weight of `group`, None where there is none.
+        """
+        book = self._books.get(group)
+        if book is None:
+            book = self._books[group] = _Book(group, self.device)
+        book.forget_withdrawn()
+        with torch.no_grad(), torch.inference_mode(False):
+            runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
+            flats = [_flatten(run) for run in runs]
+            produced = self.device.record()
+            with self.device.on(self.stream):
+                self.device.wait(produced, self.stream)
+                for run, flat in zip(runs, flats, strict=True):
+                    self._move(book, run, flat)
+                moved = self.device.record(self.stream)
+        if self.device.asynchronous:
+            self._moving.append((moved, flats))
+            while len(self._moving) > MAXIMUM_IN_FLIGHT:
+                event, _kept_alive = self._moving.popleft()
+                self.device.wait(event)  # afterwards the allocator may reuse them in compute order
+
+    def finish(self) -> None:
+        """Wait until every gradient has arrived; publish them unless `hold`."""
+        self.device.record(self.stream).synchronize()
+        self._moving.clear()
+        if not self.hold:
+            self.publish()
+
+    def publish(self, scale: float = 1.0) -> None:
+        """Add every gradient that has arrived, times `scale`, to its master's `.grad`."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for book in self._books.values():
+                for weight, gradient in list(book.gradients.items()):
+                    if gradient.pending:
+                        self._publish(book, weight, gradient, scale)
+
+    def drop(self) -> None:
+        """Forget what has arrived but was not published, after an error in the step."""
+        self.device.record(self.stream).synchronize()
+        self._moving.clear()
+        for book in self._books.values():
+            for weight, gradient in list(book.gradients.items()):
+                if gradient.pending:
+                    del book.gradients[weight]
+                    if weight.parameter.grad is gradient.host:  # it was being added to: its value is lost
+                        weight.parameter.grad = None
+
+    def forget(self, group: WeightGroup) -> None:
+        """Drop what is kept for a group that changed; published `.grad` tensors stay with their masters."""
+        self._books.pop(group, None)
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory that gradients occupy."""
+        arenas = [arena for book in self._books.values() for arena in (book.arena, book.wide_arena)]
+        return sum(arena.nbytes for arena in arenas if arena is not None)
+
+    def _publish(self, book: _Book, weight: Weight, gradient: _Gradient, scale: float) -> None:
+        host, master = gradient.host, weight.parameter
+        if scale != 1.0:
+            host.mul_(scale)
+            if gradient.wide is not None:
+                gradient.wide.mul_(scale)
+        if master.grad is None:
+            master.grad = host
+        elif master.grad is not host:
+            master.grad.add_(host)
+            del book.gradients[weight]
+        gradient.pending, gradient.version = False, host._version
+
+    def _runs(self, book: _Book, grads: dict[Weight, Tensor | None]) -> Iterator[_Run]:
+        """Neighbours in the layout that are small, and move in the same way, move together."""
+        run: _Run | None = None
+        end = -1
+        for weight, offset in book.offsets.items():
+            grad = grads[weight]
+            if grad is None:
+                continue
+            gradient = book.gradients.get(weight)
+            published = gradient is not None and not gradient.pending
+            add = gradient is not None and not (published and self.hold)
+            if gradient is None or not add:
+                gradient = book.fresh(weight)
+            gradient.pending = True
+            nbytes = weight.parameter.numel() * weight.parameter.dtype.itemsize
+            joins = (
+                run is not None
+                and offset == end
+                and nbytes < SMALL_BYTES
+                and run.add == add
+                and book.gradients[run.weights[-1]].arena is gradient.arena
+                and run.weights[-1].parameter.dtype == weight.parameter.dtype
+                and run.grads[-1].dtype == grad.dtype
+                and not _is_half(weight.parameter.dtype)
+            )
+            if run is not None and joins:
+                run.weights.append(weight)
+                run.grads.append(grad)
+            else:
+                if run is not None:
+                    yield run
+                run = _Run([weight], [grad], add)
+            end = offset + nbytes
+        if run is not None:
+            yield run
+
+    def _move(self, book: _Book, run: _Run, flat: Tensor) -> None:
+        """Copy or add one run to its region, on the current (copy) stream."""
+        first = book.gradients[run.weights[0]]
+        dtype = run.weights[0].parameter.dtype
+        if len(run.weights) == 1:
+            region = torch.as_strided(first.host, (flat.numel(),), (1,))
+        else:
+            start = book.offsets[run.weights[0]]
+            region = first.arena.flat[start : start + flat.numel() * dtype.itemsize].view(dtype)
+        self.copied_bytes += region.numel() * dtype.itemsize
+        if run.add and _is_half(dtype):
+            self._add_wide(book, run.weights[0], first, flat, region)
+        elif not run.add and flat.dtype == dtype:
+            region.copy_(flat, non_blocking=True)
+        else:
+            for host, piece, bounce in self._pieces(region, flat, dtype):
+                if run.add:
+                    bounce.copy_(host, non_blocking=True)
+                    bounce.add_(piece)
+                else:
+                    bounce.copy_(piece)
+                host.copy_(bounce, non_blocking=True)
+
+    def _add_wide(self, book: _Book, weight: Weight, gradient: _Gradient, flat: Tensor, region: Tensor) -> None:
+        known = gradient.wide is not None and gradient.version == gradient.host._version
+        if gradient.wide is None:
+            gradient.wide = book.widen(weight)
+        wide = torch.as_strided(gradient.wide, (flat.numel(),), (1,))
+        for (total, piece, bounce), narrow in zip(
+            self._pieces(wide, flat, torch.float32), region.split(BOUNCE_BYTES // 4), strict=True
+        ):
+            if known:
+                bounce.copy_(total, non_blocking=True)
+            else:
+                bounce.copy_(narrow.to(self.device.torch, non_blocking=True))
+            bounce.add_(piece)
+            total.copy_(bounce, non_blocking=True)
+            narrow.copy_(bounce.to(narrow.dtype), non_blocking=True)
+        gradient.version = gradient.host._version
+
+    def _pieces(self, region: Tensor, flat: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Cut a host region and its device gradient into pieces, each with a bounce buffer on the device."""
+        if self._bounce is None:
+            self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device=self.device.torch)
+        bounce = self._bounce.view(dtype)
+        count = bounce.numel()
+        for host, piece in zip(region.split(count), flat.split(count), strict=True):
+            yield host, piece, bounce[: piece.numel()]
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _flatten(run: _Run) -> Tensor:
+    """The gradients of a run as one vector in the memory order of their masters."""
+    flats = []
+    for weight, grad in zip(run.weights, run.grads, strict=True):
+        if grad.stride() != weight.stride:
+            dense = torch.empty_strided(weight.size, weight.stride, dtype=grad.dtype, device=grad.device)
+            grad = dense.copy_(grad)
+        flats.append(torch.as_strided(grad, (grad.numel(),), (1,), grad.storage_offset()))
+    return flats[0] if len(flats) == 1 else torch.cat(flats)

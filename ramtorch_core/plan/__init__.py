@@ -1,0 +1,1 @@
+"""Pure plans: schedules, partitions, itineraries and transfers, as data. Standard library only."""
