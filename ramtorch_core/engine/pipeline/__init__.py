@@ -1,0 +1,14 @@
+"""Several devices, one process: every microbatch is driven through the stages by a thread of its own.
+
+| file | holds |
+| --- | --- |
+| `stages.py` | which module starts which stage, and the home of every parameter and buffer |
+| `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order |
+| `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
+| `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |
+| `frontier.py` | sees every torch call of user code and brings in what belongs to another stage |
+| `loans.py` | weights used away from home, and weights cast once per step |
+| `deferred.py` | the split backward: weight gradients as ops of their own |
+| `dice.py` | random numbers that depend on step, microbatch and stage, not on timing |
+| `executor.py` | one step: from microbatches to outputs and gradients |
+"""

@@ -1,0 +1,162 @@
+"""Runs steps of one module over several devices."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ramtorch_core.engine.pipeline.crew import Crew
+from ramtorch_core.engine.pipeline.dice import Dice
+from ramtorch_core.engine.pipeline.links import Links
+from ramtorch_core.engine.pipeline.stages import StageMap
+from ramtorch_core.engine.pipeline.step import Root, Step, current_step
+from ramtorch_core.engine.pipeline.thread_state import ThreadState
+from ramtorch_core.engine.pipeline.turnstile import Recorder, Turnstile
+from ramtorch_core.memory.device import Device
+from ramtorch_core.plan.schedule import Schedule
+
+__all__ = ["Executor", "StepResult"]
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step leaves behind."""
+
+    outputs: list[Any]
+    """Per microbatch, what the function returned; without graphs after a backward."""
+    gradients: dict[Tensor, Tensor]
+    """Parameter -> its gradient, summed over the microbatches in their order. `.grad` is as before the step."""
+
+
+class Executor:
+    """Owns the entry hooks, the threads and the links of one module.
+
+    Args:
+        stages: the stages of the module; parameters and buffers are on their devices already.
+        devices: per stage.
+    """
+
+    def __init__(self, stages: StageMap, devices: Sequence[Device]) -> None:
+        self.stages = stages
+        self.devices = list(devices)
+        self._unique = list({device.torch: device for device in devices}.values())
+        self._links = Links(self._unique)
+        self._crew = Crew(f"pipeline-{next(_serial)}")
+        self._hooks = [
+            module.register_forward_pre_hook(_Entry(self, stage, name, module), with_kwargs=True, prepend=True)
+            for stage, (name, module) in enumerate(stages.entries, start=1)
+        ]
+
+    def run(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        schedule: Schedule,
+        root: Root | None = None,
+        *,
+        accumulate: bool = False,
+        step: int = 0,
+        recorder: Recorder | None = None,
+    ) -> StepResult:
+        """Call `function` once per microbatch, in the order of `schedule`, with backward if `root` is given.
+
+        Args:
+            function: user code; every microbatch runs it once, in a thread of its own, from entry to entry.
+            inputs: its argument, per microbatch.
+            schedule: a checked schedule for as many stages and microbatches.
+            root: takes an output and its microbatch's number to the tensor from which backward starts, with its
+                gradient (None for a scalar), or to None for no backward; runs as part of the last stage.
+            accumulate: add to the present `.grad`, as if the step continued earlier ones.
+            step: number of the step; random numbers depend on it.
+            recorder: is told when each op began and ended on the host.
+
+        Raises:
+            BaseException: the first error of any thread, itself; gradients of the step are dropped then.
+        """
+        assert schedule.stages == self.stages.count
+        assert schedule.microbatches == len(inputs)
+        parameters = [p for owned in self.stages.owned for p in owned if p.requires_grad] if root else []
+        held = [(p, p.grad) for p in parameters]
+        if not accumulate:
+            for parameter in parameters:
+                parameter.grad = None
+        dice = Dice(step, self._unique)
+        turnstile = Turnstile(schedule, recorder)
+        state = ThreadState(self._unique)
+        work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice)
+        try:
+            self._crew.run([lambda: state.run(work.drive)] * _drivers(schedule), turnstile.abort)
+            if turnstile.error is not None:
+                raise turnstile.error
+            work.loans.settle()
+            return StepResult(work.outputs, {p: p.grad for p in parameters if p.grad is not None})
+        finally:
+            turnstile.error = None  # its traceback holds this frame
+            dice.restore()
+            for parameter, gradient in held:
+                parameter.grad = gradient
+
+    def enter(self, stage: int, name: str, arguments: Any) -> Any:
+        """The module that begins `stage` is called with `arguments`; returns what it shall get."""
+        current = current_step()
+        if current is not None and current[0].homes is self.stages.homes:
+            return current[0].enter_stage(current[1], stage, name, arguments)
+        if len(self._unique) == 1:
+            return arguments
+        device = self.devices[stage].torch
+        return tree_map_only(Tensor, lambda t: t.to(device) if self._links.owns(t.device) else t, arguments)
+
+    def close(self) -> None:
+        """Remove the hooks and end the threads. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._crew.close()
+
+
+class _Entry:
+    """The hook on a module that begins a stage. Copies of the module get a hook that does nothing."""
+
+    def __init__(self, executor: Executor, stage: int, name: str, module: nn.Module) -> None:
+        self._executor = weakref.ref(executor)
+        self._module = weakref.ref(module)
+        self._stage = stage
+        self._name = name
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = self._executor()
+        if executor is None or module is not self._module():
+            return None
+        return executor.enter(self._stage, self._name, (args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _inert
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_inert, ()
+
+
+def _inert(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What is left of an entry hook in a copy of its module."""
+
+
+def _make_inert() -> Callable[..., None]:
+    return _inert
+
+
+def _drivers(schedule: Schedule) -> int:
+    """How many microbatches are under way at once: begun on stage 0 and not back there."""
+    under_way = most = 0
+    for op in schedule.ops[0]:
+        under_way += {"F": 1, "B": -1, "I": -1, "W": 0}[op.kind]
+        most = max(most, under_way)
+    only_forward = all(op.kind == "F" for op in schedule.ops[0])
+    return min(most, schedule.stages + 1) if only_forward else most

@@ -1,0 +1,97 @@
+"""Parameters away from home, and parameters cast once per step.
+
+A parameter that another stage uses (a tied embedding, for example) is lent: that stage works on a leaf of its own,
+whose gradients are collected after each backward and returned home, where they enter the sum first, in the order in
+which autograd would have added them on one device.
+
+Under autocast a weight is cast at its first use in a step and the result is shared by all microbatches. Each use is a
+node of its own from the parameter to the cast weight, so that sums and hooks are those of autocast without its cache.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ramtorch_core.engine.pipeline.links import Links, Parcel
+from ramtorch_core.memory.device import COMPLETE, Device, Event
+
+__all__ = ["Loans"]
+
+
+class _CastUse(torch.autograd.Function):
+    """One use of a weight that was cast already: the forward costs nothing, the backward casts the gradient back."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
+
+
+class Loans:
+    """What is lent and cast in one step. Each stage's entries are touched only by the thread whose turn it is there."""
+
+    def __init__(self, homes: dict[int, int], devices: list[Device], links: Links, ready: dict[torch.device, Event]):
+        self._homes = homes
+        self._devices = devices  # per stage
+        self._links = links
+        self._ready = ready
+        self._lent: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in devices]
+        self._cast: list[dict[tuple[int, torch.dtype], Tensor]] = [{} for _ in devices]
+        self._returned: list[dict[int, list[tuple[Tensor, Parcel]]]] = [defaultdict(list) for _ in devices]
+        self._late: list[tuple[int, int, Tensor, Parcel]] = []
+
+    def borrow(self, parameter: Tensor, stage: int) -> Tensor:
+        """The leaf that stands for `parameter`, at home elsewhere, in `stage`."""
+        found = self._lent[stage].get(id(parameter))
+        if found is None:
+            device = self._devices[stage]
+            with torch.no_grad():
+                ready = self._ready.get(parameter.device, COMPLETE)
+                local = self._links.receive(self._links.send(parameter, device, ready, "forward")).detach()
+            leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            self._lent[stage][id(parameter)] = found = (parameter, leaf)
+        return found[1]
+
+    def cast(self, weight: Tensor, dtype: torch.dtype, stage: int) -> Tensor:
+        """`weight`, a leaf on the stage's device, in `dtype`; the copy is made once per step and stage."""
+        key = (id(weight), dtype)
+        cast = self._cast[stage].get(key)
+        if cast is None:
+            cast = self._cast[stage][key] = weight.detach().to(dtype)
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return cast
+        return _CastUse.apply(weight, cast)  # type: ignore[no-any-return]
+
+    def collect(self, stage: int, microbatch: int) -> None:
+        """After this stage's backward: send home the gradients of what it borrowed."""
+        for parameter, leaf in self._lent[stage].values():
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:
+                continue
+            home = self._homes[id(parameter)]
+            mark = self._links.mark(gradient.device)
+            parcel = self._links.send(gradient, self._devices[home], mark, "backward")
+            if home < stage:
+                self._returned[home][microbatch].append((parameter, parcel))
+            else:  # home has had its backward already
+                self._late.append((microbatch, -stage, parameter, parcel))
+
+    def returned(self, stage: int, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+        """(parameter at home in `stage`, gradient from a later stage), the last stage's first."""
+        pairs = self._returned[stage].pop(microbatch, [])
+        return [(parameter, self._links.receive(parcel)) for parameter, parcel in pairs]
+
+    def settle(self) -> None:
+        """After the step: add the gradients that came too late to be added in a stage's backward, in a fixed order."""
+        for _, _, parameter, parcel in sorted(self._late, key=lambda item: item[:2]):
+            torch.autograd.backward([parameter], [self._links.receive(parcel)])
+        self._late.clear()

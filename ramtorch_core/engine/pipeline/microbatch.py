@@ -1,0 +1,188 @@
+"""The state of one microbatch on its way through the stages; used by its driver thread only."""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ramtorch_core.engine.pipeline.crossing import Crossing, Cut
+from ramtorch_core.engine.pipeline.links import Links, Parcel
+from ramtorch_core.engine.pipeline.loans import Loans
+from ramtorch_core.memory.device import COMPLETE, Device, Event
+
+__all__ = ["Microbatch"]
+
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class Arrival:
+    """A tensor and what stands for it in one stage."""
+
+    __slots__ = ("local", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, local: Tensor) -> None:
+        self.tensor = tensor  # held: its id must not go to another
+        self.local = local
+        self.version = _version(tensor)
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """False for a copy whose original was modified since; an alias shares its memory."""
+        return self.local.device == tensor.device or self.version == _version(tensor)
+
+
+class Microbatch:
+    """Knows the current stage, and brings tensors of earlier stages into it.
+
+    Autograd numbers the nodes that a thread records, and a microbatch stays in one thread, so the number at which each
+    stage began tells the stage of every node. A tensor of an earlier stage is cut: this stage sees a copy (or an alias,
+    on the same device) that ends the graph, and the gradient found there is owed to the earlier stage.
+
+    Args:
+        index: of the microbatch.
+        devices: per stage.
+        known: ids of tensors that were complete before the step began: inputs, parameters, buffers.
+        ready: per device, an event after the work that was issued before the step.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        devices: list[Device],
+        links: Links,
+        loans: Loans,
+        homes: dict[int, int],
+        known: set[int],
+        ready: dict[torch.device, Event],
+    ) -> None:
+        self.index = index
+        self.devices = devices
+        self.links = links
+        self.loans = loans
+        self.homes = homes
+        self.stage = 0
+        self.low = 0
+        self.last = len(devices) - 1
+        """The stage in which the loss was computed; an earlier one than the last where forward ended early."""
+        self.in_backward = False
+        self.has_baton = False
+        self._known = known
+        self._ready = ready
+        self._began: list[int] = []
+        self._ended: list[Event] = []
+        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._arrivals: list[dict[int, Arrival]] = [{} for _ in devices]
+        self._parcels: dict[tuple[int, int], Parcel] = {}
+        self._cuts: list[list[Cut]] = [[] for _ in devices]
+        self._owed: list[list[tuple[Tensor, Parcel]]] = [[] for _ in devices]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the current stage."""
+        return self.devices[self.stage].torch
+
+    def begin(self, stage: int) -> None:
+        """Enter `stage`, whose turn it is."""
+        self.stage = stage
+        self.low = _sequence_number()
+        self._began.append(self.low)
+
+    def end(self) -> None:
+        """Leave the current stage: what it computed may be sent on after this point of its stream."""
+        self._ended.append(self.links.mark(self.device))
+
+    def resume(self, stage: int) -> None:
+        """Come back to `stage` for its backward."""
+        self.in_backward = True
+        self.stage = stage
+        self.low = self._began[stage]
+
+    def prefetch(self, tensors: Iterable[Tensor], stage: int) -> None:
+        """Start copying what `stage` is about to be called with; the current stage has just ended."""
+        device = self.devices[stage]
+        for tensor in tensors:
+            key = (stage, id(tensor))
+            source = self._latest(tensor)
+            if source.device != device.torch and self.links.owns(source.device) and key not in self._parcels:
+                self._parcels[key] = self.links.send(source, device, self._readable(source), "forward")
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Whether the graph of `tensor` belongs to another stage than the current one."""
+        node = tensor.grad_fn
+        if node is not None:  # a recompute in the backward numbers its nodes anew, and meets the cuts of its forward
+            return id(tensor) in self._arrivals[self.stage] if self.in_backward else node._sequence_nr() < self.low
+        return self.homes.get(id(tensor), self.stage) != self.stage
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """What stands for `tensor` in the current stage, on its device, always the same for the same tensor."""
+        arrived = self._arrivals[self.stage].get(id(tensor))
+        if arrived is not None and arrived.is_current(tensor):
+            return arrived.local
+        if isinstance(tensor, torch.nn.Parameter) and id(tensor) in self.homes:
+            return self.loans.borrow(tensor, self.stage)
+        cut = tensor.requires_grad and self.is_foreign(tensor)
+        if tensor.requires_grad and not cut:  # on the wrong device, in the graph of this stage
+            return tensor.to(self.device)
+        source = self._latest(tensor)
+        parcel = self._parcels.pop((self.stage, id(tensor)), None)
+        if parcel is None and source.device != self.device:
+            parcel = self.links.send(source, self.devices[self.stage], self._readable(source), "forward")
+        local = source if parcel is None else self.links.receive(parcel)
+        if cut:
+            record = Cut(source, self._stage_of(source))
+            with torch.enable_grad():
+                local = Crossing.apply(self._anchor, record, local.detach())  # type: ignore[no-untyped-call]
+            self._cuts[self.stage].append(record)
+        self._arrivals[self.stage][id(tensor)] = Arrival(tensor, local)
+        return local
+
+    def admit(self, tensor: Tensor) -> Tensor:
+        """An argument of the module that begins the current stage, on this stage's device."""
+        if tensor.requires_grad and self.is_foreign(tensor):
+            return self.bring(tensor)
+        return self.bring(tensor) if tensor.device != self.device and self.links.owns(tensor.device) else tensor
+
+    def owed(self, stage: int) -> list[tuple[Tensor, Tensor]]:
+        """(tensor computed in `stage`, its gradient from a later stage), the last stage's first."""
+        pairs, self._owed[stage] = self._owed[stage], []
+        return [(tensor, self.links.receive(parcel)) for tensor, parcel in pairs]
+
+    def settle(self, stage: int) -> None:
+        """After the backward of `stage`: send the gradients at its cuts to where the tensors were computed."""
+        mark: Event | None = None
+        for cut in self._cuts[stage]:
+            if cut.gradient is not None:
+                mark = mark or self.links.mark(cut.gradient.device)
+                parcel = self.links.send(cut.gradient, self.devices[cut.origin], mark, "backward")
+                self._owed[cut.origin].append((cut.source, parcel))
+        self._cuts[stage] = []
+        self._arrivals[stage] = {}
+
+    def _latest(self, tensor: Tensor) -> Tensor:
+        """What stood for `tensor` in the latest earlier stage that used it, else the tensor itself.
+
+        So a change in place is seen by later stages, and gradients add up in the order in which one graph would add
+        them: the later stage's first.
+        """
+        for arrivals in reversed(self._arrivals[: self.stage]):
+            arrived = arrivals.get(id(tensor))
+            if arrived is not None and arrived.is_current(tensor):
+                return arrived.local
+        return tensor
+
+    def _stage_of(self, tensor: Tensor) -> int:
+        node = tensor.grad_fn
+        assert node is not None
+        return max(0, bisect_right(self._began, node._sequence_nr()) - 1)
+
+    def _readable(self, tensor: Tensor) -> Event:
+        """The earliest known event after which `tensor` may be read."""
+        if id(tensor) in self._known:
+            return self._ready.get(tensor.device, COMPLETE)
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < self.low and self._ended:
+            return self._ended[self._stage_of(tensor)]
+        return self.links.mark(tensor.device)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,233 @@
+"""Which module starts which stage, and the stage at which every parameter and buffer is at home."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.plan.partition import imbalance, partition
+
+__all__ = ["StageMap", "StageRow", "balanced_entries", "parameter_cost", "place", "resolve_entries"]
+
+GOOD_ENOUGH = 1.05
+"""Slowest stage over a perfect cut at which no module is opened any further."""
+
+Cost = Callable[[nn.Module, set[int]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One line of the stage table."""
+
+    stage: int
+    device: str
+    first_module: str
+    parameters: int
+    bytes: int
+    share: float
+
+
+@dataclass
+class StageMap:
+    """The stages of one module.
+
+    Entering `entries[i]` begins stage `i + 1`; whatever runs between two entries belongs to the earlier stage. A
+    parameter or buffer is at home in the stage of the first module that owns it. Shared ones are lent to other stages.
+    """
+
+    root: nn.Module
+    entries: tuple[tuple[str, nn.Module], ...]
+    homes: dict[int, int] = field(default_factory=dict)
+    """`id` of a parameter or buffer -> stage."""
+    owned: list[list[Tensor]] = field(default_factory=list)
+    """Per stage, the parameters at home there."""
+    buffers: list[Tensor] = field(default_factory=list)
+    """All buffers; held here so that no other tensor can get the `id` of one."""
+
+    def __post_init__(self) -> None:
+        self.owned = [[] for _ in range(self.count)]
+        for stage, module in self.walk():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in self.homes:
+                    self.homes[id(parameter)] = stage
+                    self.owned[stage].append(parameter)
+            for buffer in module.buffers(recurse=False):
+                self.homes.setdefault(id(buffer), stage)
+                self.buffers.append(buffer)
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.entries) + 1
+
+    def walk(self) -> Iterator[tuple[int, nn.Module]]:
+        """Every module once, in order of registration, with its stage."""
+        starts = {id(module): stage for stage, (_, module) in enumerate(self.entries, start=1)}
+        stage = 0
+        for module in self.root.modules():
+            stage = starts.get(id(module), stage)
+            yield stage, module
+
+    def rows(self, devices: Sequence[str]) -> list[StageRow]:
+        """The stage table; `devices[s]` names the device of stage s."""
+        totals = [sum(p.numel() for p in parameters) for parameters in self.owned]
+        names = ["(start)", *(name for name, _ in self.entries)]
+        return [
+            StageRow(
+                stage=stage,
+                device=devices[stage],
+                first_module=names[stage],
+                parameters=totals[stage],
+                bytes=sum(p.numel() * p.element_size() for p in self.owned[stage]),
+                share=totals[stage] / max(1, sum(totals)),
+            )
+            for stage in range(self.count)
+        ]
+
+
+def parameter_cost(module: nn.Module, seen: set[int]) -> float:
+    """Number of elements of the module's parameters that are not in `seen`, to which they are added."""
+    total = 0
+    for parameter in module.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.numel()
+    return total
+
+
+def resolve_entries(root: nn.Module, chosen: Sequence[str | nn.Module], stages: int) -> StageMap:
+    """The stages that begin at the modules `chosen`, by name or as modules, for stages 1, 2, ...
+
+    Raises:
+        ConfigurationError: an unknown name, a module outside `root`, one chosen twice, or a wrong number of them.
+    """
+    if len(chosen) != stages - 1:
+        raise ConfigurationError(
+            f"{len(chosen)} cuts make {len(chosen) + 1} stages, but {stages} are needed: name the {stages - 1} modules "
+            "whose entry begins stages 1, 2, ..."
+        )
+    by_name = dict(root.named_modules(remove_duplicate=False))
+    names = {id(module): name for name, module in root.named_modules()}
+    entries = []
+    for item in chosen:
+        if isinstance(item, str):
+            if item not in by_name:
+                near = [name for name in by_name if name and name.split(".")[-1] == item.split(".")[-1]][:4]
+                hint = f"; did you mean {', '.join(near)}?" if near else f" of {type(root).__name__}"
+                raise ConfigurationError(f"cut '{item}' is no module{hint}")
+            entries.append((item, by_name[item]))
+        elif id(item) in names:
+            entries.append((names[id(item)], item))
+        else:
+            raise ConfigurationError(f"cut {type(item).__name__} is no submodule of {type(root).__name__}")
+    for name, module in entries:
+        if module is root:
+            raise ConfigurationError("the whole module cannot be a cut: name a submodule that begins a stage")
+        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigurationError(
+                f"cut '{name}' is a {type(module).__name__}, which is never called: name the module inside it that "
+                f"begins the stage, such as '{name}.0'"
+            )
+        if sum(module is other for _, other in entries) > 1:
+            raise ConfigurationError(f"cut '{name}' is named twice; every stage begins at a module of its own")
+    return StageMap(root, tuple(entries))
+
+
+def balanced_entries(
+    root: nn.Module, stages: int, weights: Sequence[float] | None = None, cost: Cost = parameter_cost
+) -> StageMap:
+    """The most even stages for modules that run in the order of their registration.
+
+    Starts from the root as one piece and opens the costliest piece of the slowest stage for as long as that makes the
+    stages more even, so that cuts fall between large modules where that is good enough, and inside them only where it
+    is not.
+
+    Args:
+        weights: relative speed of the stages' devices.
+        cost: the cost of a module, given the parameters that earlier modules account for already.
+
+    Raises:
+        ConfigurationError: the module has too few parts.
+    """
+    pieces: list[tuple[str, nn.Module]] = [("", root)]
+    best: tuple[float, list[tuple[str, nn.Module]]] | None = None
+    while True:
+        pieces = _open_containers(pieces)
+        costs = _costs(root, pieces, cost)
+        if len(pieces) >= stages and pieces[0][1] is not root:
+            parts = partition(costs, stages, weights)
+            uneven = imbalance(costs, parts, weights)
+            if best is None or uneven < best[0] * 0.99:
+                best = uneven, [pieces[part[0]] for part in parts[1:]]
+            if uneven <= GOOD_ENOUGH:
+                break
+            speed = weights or [1.0] * stages
+            slowest = max(range(stages), key=lambda s: sum(costs[i] for i in parts[s]) / speed[s])
+            candidates = [i for i in parts[slowest] if _children(*pieces[i])]
+        else:
+            candidates = [i for i, piece in enumerate(pieces) if _children(*piece)]
+        if not candidates:
+            break
+        opened = max(candidates, key=lambda i: costs[i])
+        pieces[opened : opened + 1] = _children(*pieces[opened])
+    if best is None:
+        raise ConfigurationError(
+            f"{type(root).__name__} has {len(pieces)} modules with parameters that could begin a stage, too few for "
+            f"{stages} stages: use fewer devices"
+        )
+    return StageMap(root, tuple(best[1]))
+
+
+def place(stages: StageMap, devices: Sequence[torch.device], aside: Callable[[nn.Module], bool]) -> None:
+    """Move parameters and buffers in place to the devices of their homes; parameters stay the same objects.
+
+    Args:
+        devices: per stage.
+        aside: modules for which it is true are left where they are.
+    """
+    moved: set[int] = set()
+    skipped: set[int] = set()
+    for stage, module in stages.walk():
+        if id(module) in skipped or aside(module):
+            skipped.update(id(m) for m in module.modules())
+            continue
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in moved:
+                moved.add(id(parameter))
+                parameter.data = parameter.data.to(devices[stage])
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(devices[stage])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != devices[stage]:
+                moved_buffer = module._buffers[name] = buffer.to(devices[stage])
+                stages.homes[id(moved_buffer)] = stage
+                stages.buffers.append(moved_buffer)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def _children(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    prefix = f"{name}." if name else ""
+    return [
+        (prefix + child_name, child)
+        for child_name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
+
+
+def _open_containers(pieces: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Replace modules that are never called themselves by their children."""
+    opened: list[tuple[str, nn.Module]] = []
+    for name, module in pieces:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            opened += _open_containers(_children(name, module))
+        else:
+            opened.append((name, module))
+    return opened
+
+
+def _costs(root: nn.Module, pieces: list[tuple[str, nn.Module]], cost: Cost) -> list[float]:
+    seen: set[int] = set()
+    return [cost(module, seen) for _, module in pieces]

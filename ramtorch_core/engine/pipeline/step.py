@@ -1,0 +1,192 @@
+"""One step: the drivers that take the microbatches through the stages."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ramtorch_core.engine.pipeline.dice import Dice
+from ramtorch_core.engine.pipeline.frontier import Frontier
+from ramtorch_core.engine.pipeline.links import Links
+from ramtorch_core.engine.pipeline.loans import Loans
+from ramtorch_core.engine.pipeline.microbatch import Microbatch
+from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
+from ramtorch_core.errors import RamtorchError
+from ramtorch_core.memory.device import Device, Event
+
+__all__ = ["Root", "Step", "current_step"]
+
+Root: TypeAlias = Callable[[Any, int], "tuple[Tensor, Tensor | None] | None"]
+"""(output of the function, microbatch) -> (tensor to start backward from, its gradient or None for a scalar)."""
+
+Roots: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
+
+_driving = threading.local()
+
+
+def current_step() -> "tuple[Step, Microbatch] | None":
+    """The step and the microbatch that the calling thread drives, if any."""
+    return getattr(_driving, "current", None)
+
+
+class Step:
+    """The shared state of the drivers of one step.
+
+    User code runs in one driver at a time: a driver holds the baton through the forward of a stage, and through the
+    backward too where stages share a generator of random numbers (a recompute sets and restores its state).
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        root: Root | None,
+        turnstile: Turnstile,
+        devices: list[Device],
+        links: Links,
+        homes: dict[int, int],
+        dice: Dice,
+    ) -> None:
+        self.function = function
+        self.inputs: list[Any] = list(inputs)
+        self.root = root
+        self.turnstile = turnstile
+        self.devices = devices
+        self.links = links
+        self.homes = homes
+        self.dice = dice
+        self.outputs: list[Any] = [None] * len(self.inputs)
+        self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
+        self.loans = Loans(homes, devices, links, self.ready)
+        self._several_devices = len(self.ready) > 1
+        self._exclusive_backward = len(self.ready) < len(devices) or any(d.torch.type == "cpu" for d in devices)
+        self._baton = threading.Lock()
+        self._remaining = iter(range(len(self.inputs)))
+        self._mutex = threading.Lock()
+
+    def drive(self) -> None:
+        """Take microbatch after microbatch through the stages, until none is left; errors end the step."""
+        try:
+            while (m := self._next()) is not None:
+                self._drive(m)
+        except Aborted:
+            pass
+        except BaseException as error:
+            self.turnstile.abort(error)
+        finally:
+            _driving.current = None
+
+    def enter_stage(self, microbatch: Microbatch, stage: int, name: str, arguments: Any) -> Any:
+        """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in."""
+        if not microbatch.in_backward:  # else a recompute of a region that spans stages
+            if stage <= microbatch.stage:
+                raise RamtorchError(
+                    f"module '{name}', which begins stage {stage}, was entered while stage {microbatch.stage} ran: "
+                    "each stage must be entered once per forward, in order. Cut elsewhere (stages=[...]), at modules "
+                    "that run once and in this order"
+                )
+            self._end_forward(microbatch)
+            microbatch.prefetch((t for t in tree_leaves(arguments) if isinstance(t, Tensor)), stage)
+            self._pass_on(microbatch, stage)
+        return tree_map_only(Tensor, microbatch.admit, arguments)
+
+    def _next(self) -> int | None:
+        with self._mutex:
+            return next(self._remaining, None)
+
+    def _drive(self, m: int) -> None:
+        data, self.inputs[m] = self.inputs[m], None
+        known = {id(t) for t in tree_leaves(data) if isinstance(t, Tensor)} | self.homes.keys()
+        microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready)
+        _driving.current = (self, microbatch)
+        with Frontier(microbatch, self._several_devices):
+            roots = self._forward(microbatch, data)
+            del data
+            if self.root is not None:
+                for stage in reversed(range(len(self.devices))):
+                    self._backward(microbatch, stage, roots)
+        _driving.current = None
+
+    def _forward(self, microbatch: Microbatch, data: Any) -> Roots:
+        """Run the user's function through all stages; returns where backward begins."""
+        m = microbatch.index
+        self._begin_forward(microbatch, 0)
+        try:
+            output = self.function(data)
+            root = None if self.root is None else self.root(output, m)
+            microbatch.last = microbatch.stage
+            self._end_forward(microbatch)
+        except BaseException:
+            if microbatch.has_baton:
+                self._baton.release()
+            raise
+        self._pass_on(microbatch, len(self.devices))
+        if self.root is not None:
+            output = tree_map_only(Tensor, Tensor.detach, output)
+        self.outputs[m] = output
+        return [root] if root is not None and root[0].requires_grad else []
+
+    def _begin_forward(self, microbatch: Microbatch, stage: int) -> None:
+        self.turnstile.enter("F", stage, microbatch.index)
+        device = self.devices[stage]
+        device.activate()
+        self._baton.acquire()
+        microbatch.has_baton = True
+        self.dice.throw(microbatch.index, stage, device)
+        microbatch.begin(stage)
+
+    def _end_forward(self, microbatch: Microbatch) -> None:
+        microbatch.end()
+        microbatch.has_baton = False
+        self._baton.release()
+
+    def _pass_on(self, microbatch: Microbatch, target: int) -> None:
+        """Give up the turn of the current stage and those of stages in between; begin `target`, if there is such."""
+        m = microbatch.index
+        self.turnstile.leave("F", microbatch.stage, m)
+        for skipped in range(microbatch.stage + 1, target):
+            self.turnstile.enter("F", skipped, m)
+            microbatch.begin(skipped)
+            microbatch.end()
+            self.turnstile.leave("F", skipped, m)
+        if target < len(self.devices):
+            self._begin_forward(microbatch, target)
+
+    def _backward(self, microbatch: Microbatch, stage: int, loss: Roots) -> None:
+        m = microbatch.index
+        self.turnstile.enter("B", stage, m)
+        self.devices[stage].activate()
+        microbatch.resume(stage)
+        roots: Roots = []
+        if stage == microbatch.last:
+            roots += loss
+            loss.clear()
+        roots += microbatch.owed(stage)
+        roots += self.loans.returned(stage, m)
+        if self._exclusive_backward:
+            with self._baton:
+                _run_backward(roots)
+        else:
+            _run_backward(roots)
+        del roots
+        microbatch.settle(stage)
+        self.loans.collect(stage, m)
+        self.turnstile.leave("B", stage, m)
+
+
+def _run_backward(roots: Roots) -> None:
+    """`torch.autograd.backward`, below the level at which it would switch the frontier off for hooks and recomputes."""
+    if roots:
+        tensors = tuple(tensor for tensor, _ in roots)
+        gradients = tuple(_unit(tensor) if gradient is None else gradient for tensor, gradient in roots)
+        _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _unit(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise RuntimeError(f"the loss must be a scalar to start a backward, but has shape {tuple(loss.shape)}")
+    return torch.ones_like(loss, memory_format=torch.preserve_format)
