@@ -5,11 +5,13 @@
 
 from ramtorch_core.engine.activations import offload_checkpoint
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
+from ramtorch_core.engine.census import ChunkRow, format_rows
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
 
 __all__ = [
+    "ChunkRow",
     "ChunkSpec",
     "ConfigurationError",
     "HostMemoryError",
@@ -21,5 +23,6 @@ __all__ = [
     "WindowError",
     "attach",
     "find_chunks",
+    "format_rows",
     "offload_checkpoint",
 ]

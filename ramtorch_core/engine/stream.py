@@ -84,6 +84,11 @@ class Streamer:
         training: whether gradients will be needed (counted when host memory is checked).
         host_memory: bytes of host memory that may be used; by default what the system reports as available.
         poison: fill slots with NaN before each copy; for tests.
+
+    Attributes:
+        conservative: before each step, take every master as written, because a write through `.data` leaves no trace.
+            Costs one cast of each half-precision shadow per step. Without it, version counters and samples of the
+            values decide; `invalidate` tells of other writes.
     """
 
     def __init__(
@@ -110,8 +115,10 @@ class Streamer:
         self._training, self._host_memory = training, host_memory
         self._stray: set[nn.Parameter] = set()
         self._depth = 0
+        self._entered = 0
         self._suspect = False
-        self._epoch = 0
+        self._epoch = 0  # advances whenever user code may have written masters
+        self._forced = 0  # groups last refreshed before this epoch are refreshed whether or not a write can be seen
         self._epochs: dict[WeightGroup, int] = {}
         self._tasks: weakref.WeakValueDictionary[int, BackwardTask] = weakref.WeakValueDictionary()
         self._open_tasks = 0
@@ -236,8 +243,7 @@ class Streamer:
         if self._depth == 0:
             self._begin_scope()
         elif self._suspect:
-            self._rest.refresh(force=True)
-            self._suspect = False
+            self._new_epoch()
         self._depth += 1
         failed = True
         try:
@@ -250,6 +256,24 @@ class Streamer:
             self._depth -= 1
             if self._depth == 0:
                 self._end_scope(failed)
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Like `scope`, around a backward: modules compute with device tensors, and no step begins or ends."""
+        self._rest.enter()
+        try:
+            yield
+        finally:
+            self._rest.leave()
+
+    def prepare(self) -> None:
+        """Allocate arenas and slots now, for the autocast state of the caller, instead of at the first visit."""
+        self.build(self._ambient())
+
+    def never_visited(self) -> list[str]:
+        """Names of streamed chunks whose forward has not been called."""
+        visited = self.follower.visited if self._built else set()
+        return [chunk.name for chunk in self._streamed if chunk.group is not None and chunk.group.index not in visited]
 
     def _begin_scope(self) -> None:
         if current_task() != -1:
@@ -273,13 +297,17 @@ class Streamer:
         if not self._built or (ambient is not None and ambient != self.dtypes.compute) or self.dtypes.changed:
             self.dtypes.changed = False
             self.build(ambient if ambient is not None or not self._built else self.dtypes.compute)
-        if self.conservative or self._suspect:
-            self._epoch += 1
-        self._rest.refresh(force=self.conservative or self._suspect)
-        self._suspect = False
+        self._new_epoch()
         if self._observed_steps == 0 and self.observer is None and not is_compiled(self.root):
             self.observer = Observer(self.device.torch, self._exact_weight)
             self.observer.masters = {id(w.parameter): w for group in self.groups for w in group.weights}
+
+    def _new_epoch(self) -> None:
+        """User code ran: masters may have been written, in ways that can be seen or not."""
+        self._epoch += 1
+        self._suspect = False
+        with torch._C.DisableTorchFunction():
+            self._rest.refresh(force=True)
 
     def _end_scope(self, failed: bool) -> None:
         if self._observing is not None:
@@ -310,8 +338,16 @@ class Streamer:
 
     def _enter(self, inner: Callable[..., Any], _chunk: Chunk | None, args: Any, kwargs: Any) -> Any:
         """The forward of the root, or of a child that is called directly."""
+        if self.closed:
+            return inner(*args, **kwargs)
         with self.scope():
-            output = inner(*args, **kwargs)
+            if self._entered == 0 and self._depth > 1 and current_task() == -1:
+                self._new_epoch()
+            self._entered += 1
+            try:
+                output = inner(*args, **kwargs)
+            finally:
+                self._entered -= 1
         if torch.is_grad_enabled():
             self._watch(None, output, args, kwargs, exact=False)
         return output
@@ -559,21 +595,27 @@ class Streamer:
     # ------------------------------------------------------------------ masters
 
     def _refresh(self, group: WeightGroup) -> bool:
-        force = self._epochs.get(group) != self._epoch
+        seen = self._epochs.get(group, self._epoch)
         self._epochs[group] = self._epoch
-        return bool(group.refresh(force=force))
+        if seen == self._epoch:
+            return bool(group.refresh())
+        return bool(group.refresh(force=self.conservative or seen < self._forced, look=True))
 
     def refresh(self) -> None:
-        """Bring shadows and copies up to date now, instead of when they are next needed. Masters were written."""
-        if self._built and not self.closed:
+        """Bring shadows up to date with written masters now, instead of when they are next needed.
+
+        Does nothing while `conservative`: then they are brought up to date before their next use in any case.
+        """
+        if self._built and not self.closed and not self.conservative:
             for group in self.groups:
-                self._refresh(group)
-            self._rest.refresh()
+                if group.refresh():
+                    self.window.forget(group)
 
     def invalidate(self) -> None:
         """Masters may have been written through `.data`, which cannot be seen: cast and copy all of them again."""
         self._suspect = True
         self._epoch += 1
+        self._forced = self._epoch
 
     def _after_optimizer_step(self) -> Callable[..., None]:
         reference = weakref.ref(self)
@@ -639,7 +681,7 @@ class Streamer:
         message = str(error)
         if "same device" not in message or "ramtorch" in message or not error.args:
             return
-        never = [chunk.name for chunk in self._streamed if chunk.group and self._never_visited(chunk.group)]
+        never = self.never_visited()
         names = f" Chunks not called so far: {', '.join(never[:5])}." if never else ""
         error.args = (
             f"{message}\n(ramtorch: the weights' masters are on the host. A parameter that is used outside of its "
@@ -647,9 +689,6 @@ class Streamer:
             f"compute device read an input's .device, not that of a parameter.{names})",
             *error.args[1:],
         )
-
-    def _never_visited(self, group: WeightGroup) -> bool:
-        return self._built and group.index not in self.follower.visited
 
     def close(self) -> None:
         """Detach: wait for the device, bring everything back to the host, and leave a plain module. Idempotent."""

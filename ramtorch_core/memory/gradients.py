@@ -11,7 +11,7 @@ Half-precision masters accumulate in float32 next to their `.grad`, which is rou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ class _Gradient:
 
     host: Tensor
     arena: Arena
+    offset: int
     pending: bool = True
     wide: Tensor | None = None
     version: int = 0
@@ -54,13 +55,22 @@ class _Book:
         self.group, self.device = group, device
         self.offsets: dict[Weight, int] = {}
         self.nbytes = 0
-        by_dtype = sorted(group.weights, key=lambda weight: -weight.parameter.dtype.itemsize)
-        for weight in by_dtype:
-            self.offsets[weight] = self.nbytes
-            self.nbytes += weight.parameter.numel() * weight.parameter.dtype.itemsize
         self.arena: Arena | None = None
         self.wide_arena: Arena | None = None
         self.gradients: dict[Weight, _Gradient] = {}
+
+    def admit(self, weights: Iterable[Weight]) -> None:
+        """Lay out these weights and those that were admitted before; frozen ones never are, so they take no memory.
+
+        Gradients in a former layout stay where they are.
+        """
+        if self.offsets.keys() >= (admitted := {*self.offsets, *weights}):
+            return
+        self.offsets, self.nbytes, self.arena, self.wide_arena = {}, 0, None, None
+        for weight in sorted(self.group.weights, key=lambda weight: -weight.parameter.dtype.itemsize):
+            if weight in admitted:
+                self.offsets[weight] = self.nbytes
+                self.nbytes += weight.parameter.nbytes
 
     def forget_withdrawn(self) -> None:
         """Reuse the regions whose `.grad` the user set to None, unless somebody still holds one."""
@@ -73,14 +83,15 @@ class _Book:
     def fresh(self, weight: Weight) -> _Gradient:
         if self.arena is None or weight in self.gradients:
             self.arena = Arena(self.nbytes, self.device)
-        host = self.arena.tensor(self.offsets[weight], weight.parameter.dtype, weight.size, weight.stride)
-        gradient = self.gradients[weight] = _Gradient(host, self.arena)
+        offset = self.offsets[weight]
+        host = self.arena.tensor(offset, weight.parameter.dtype, weight.size, weight.stride)
+        gradient = self.gradients[weight] = _Gradient(host, self.arena, offset)
         return gradient
 
     def widen(self, weight: Weight) -> Tensor:
         """The float32 accumulator of a half-precision weight."""
         if self.wide_arena is None:
-            count = sum(w.parameter.numel() for w in self.group.weights)
+            count = sum(w.parameter.numel() for w in self.offsets)
             self.wide_arena = Arena(4 * count, self.device)
         position = sum(w.parameter.numel() for w in self.offsets if self.offsets[w] < self.offsets[weight])
         return self.wide_arena.tensor(4 * position, torch.float32, weight.size, weight.stride)
@@ -113,6 +124,7 @@ class Gradients:
         book = self._books.get(group)
         if book is None:
             book = self._books[group] = _Book(group, self.device)
+        book.admit(w for w, grad in zip(group.weights, grads, strict=True) if grad is not None or w.parameter.requires_grad)
         book.forget_withdrawn()
         with torch.no_grad(), torch.inference_mode(False):
             runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
@@ -161,8 +173,9 @@ class Gradients:
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients occupy."""
-        arenas = [arena for book in self._books.values() for arena in (book.arena, book.wide_arena)]
-        return sum(arena.nbytes for arena in arenas if arena is not None)
+        arenas = {arena for book in self._books.values() for arena in (book.arena, book.wide_arena) if arena is not None}
+        arenas |= {gradient.arena for book in self._books.values() for gradient in book.gradients.values()}
+        return sum(arena.nbytes for arena in arenas)
 
     def _publish(self, book: _Book, weight: Weight, gradient: _Gradient, scale: float) -> None:
         host, master = gradient.host, weight.parameter
@@ -181,7 +194,7 @@ class Gradients:
         """Neighbours in the layout that are small, and move in the same way, move together."""
         run: _Run | None = None
         end = -1
-        for weight, offset in book.offsets.items():
+        for weight in book.offsets:
             grad = grads[weight]
             if grad is None:
                 continue
@@ -194,7 +207,7 @@ class Gradients:
             nbytes = weight.parameter.numel() * weight.parameter.dtype.itemsize
             joins = (
                 run is not None
-                and offset == end
+                and gradient.offset == end
                 and nbytes < SMALL_BYTES
                 and run.add == add
                 and book.gradients[run.weights[-1]].arena is gradient.arena
@@ -209,7 +222,7 @@ class Gradients:
                 if run is not None:
                     yield run
                 run = _Run([weight], [grad], add)
-            end = offset + nbytes
+            end = gradient.offset + nbytes
         if run is not None:
             yield run
 
@@ -220,7 +233,7 @@ class Gradients:
         if len(run.weights) == 1:
             region = torch.as_strided(first.host, (flat.numel(),), (1,))
         else:
-            start = book.offsets[run.weights[0]]
+            start = first.offset
             region = first.arena.flat[start : start + flat.numel() * dtype.itemsize].view(dtype)
         self.copied_bytes += region.numel() * dtype.itemsize
         if run.add and _is_half(dtype):

@@ -17,6 +17,8 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.host import Arena, aligned
 
+SAMPLES = 64
+
 
 @dataclass(eq=False, slots=True)
 class Weight:
@@ -40,6 +42,7 @@ class Weight:
     shadow: Tensor = field(init=False)
     home: Tensor = field(init=False)  # keeps the master's storage alive, so that another one never has its address
     version: int = field(init=False, default=-1)
+    sample: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.size = self.parameter.size()
@@ -55,16 +58,28 @@ class Weight:
         """Whether the master itself lives in the arena."""
         return self.dtype == self.parameter.dtype
 
-    def written(self) -> bool:
+    def written(self, *, look: bool = False) -> bool:
         """Whether the master was written in place, or pointed at other memory, since it was last noted.
 
-        Writes through `.data` cannot be seen here: they leave `_version` as it is.
+        Writes through `.data` leave `_version` as it is. With `look`, a sample of the values is compared too, which sees
+        those that touch most elements (a moving average), though not those that touch few (clamping).
         """
-        return self.version != self.parameter._version or _storage(self.parameter) != _storage(self.home)
+        if self.version != self.parameter._version or _storage(self.parameter) != _storage(self.home):
+            return True
+        return look and not torch.equal(self._take_sample(), self.sample)
 
     def note(self) -> None:
         """Remember the master as it is now."""
         self.version, self.home = self.parameter._version, self.parameter.data
+        self.sample = self._take_sample()
+
+    def _take_sample(self) -> Tensor:
+        count = self.parameter.numel()
+        flat = torch.as_strided(self.parameter.detach(), (count,), (1,)) if self._dense() else self.parameter.detach()
+        return flat.reshape(-1)[:: max(1, count // SAMPLES)].clone()
+
+    def _dense(self) -> bool:
+        return self.parameter.stride() == self.stride
 
     def view(self, buffer: Tensor) -> Tensor:
         """This weight inside `buffer` (bytes, uint8) that holds a copy of its group."""
@@ -119,17 +134,18 @@ class WeightGroup:
                 offset += aligned(weight.nbytes)
         self.arena, self.nbytes = arena, nbytes
 
-    def refresh(self, *, force: bool = False) -> list[Weight]:
+    def refresh(self, *, force: bool = False, look: bool = False) -> list[Weight]:
         """Bring the arena up to date with masters that were written; return these weights.
 
         Args:
             force: take every master as written, because a write through `.data` cannot be seen.
+            look: compare samples of the values; see `Weight.written`.
 
         Raises:
             ConfigurationError: a master was moved to another device or dtype.
         """
-        stale = self.weights if force else [weight for weight in self.weights if weight.written()]
-        if stale:
+        stale = self.weights if force else [weight for weight in self.weights if weight.written(look=look)]
+        if any(not weight.own_shadow or _storage(weight.parameter) != _storage(weight.shadow) for weight in stale):
             self.copied.synchronize()
         with torch.no_grad():
             for weight in stale:

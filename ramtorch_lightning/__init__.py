@@ -1,0 +1,12 @@
+"""Lightning strategies that train and run models larger than GPU memory.
+
+Importing this package registers the strategies: `Trainer(strategy="offload")`.
+"""
+
+from ramtorch_lightning._lightning import StrategyRegistry
+from ramtorch_lightning.checkpoint import LocalCheckpointIO
+from ramtorch_lightning.offload import OffloadStrategy
+
+__all__ = ["LocalCheckpointIO", "OffloadStrategy"]
+
+OffloadStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,69 @@
+"""Checkpoint files written and read without a second copy of the model in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from typing_extensions import override
+
+from ramtorch_lightning._lightning import TorchCheckpointIO, get_filesystem
+
+
+class LocalCheckpointIO(TorchCheckpointIO):
+    """Ordinary Lightning checkpoints; local files are written through a temporary file, and read memory-mapped.
+
+    A local checkpoint is written next to its final place and renamed when it is complete and on disk, so a crash
+    leaves the previous one whole. (Lightning's own default serialises into memory first.) Tensors are read from the
+    mapped file as they are needed. Other file systems are handled as Lightning does.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(_local(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        local = isinstance(get_filesystem(path), LocalFileSystem) and Path(_local(path)).is_file()
+        if local and _is_zip(Path(_local(path))):
+            loaded: dict[str, Any] = torch.load(
+                _local(path), map_location="cpu", weights_only=weights_only, mmap=True
+            )
+            return loaded
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def _local(path: str | Path) -> str:
+    text = str(path)
+    return text.removeprefix("file://") if text.startswith("file://") else text
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether torch can map the file; its format before version 1.6 cannot be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"

@@ -1,0 +1,363 @@
+"""`OffloadStrategy`: one device, weights streamed from RAM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, Streamer, attach, format_rows
+from ramtorch_lightning._lightning import (
+    Accelerator,
+    CheckpointIO,
+    Precision,
+    SingleDeviceStrategy,
+    TrainerFn,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from ramtorch_lightning.checkpoint import LocalCheckpointIO
+from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.writers import may_write_every_batch
+
+_UNSUPPORTED_PRECISION = {
+    "BitsandbytesPrecision": "it replaces weights by quantised ones that live on the GPU",
+    "TransformerEnginePrecision": "its modules keep their own copies of the weights on the GPU",
+    "DeepSpeedPrecision": "it belongs to DeepSpeed's engine",
+    "FSDPPrecision": "it belongs to FSDP's engine",
+}
+_UNSUPPORTED_OPTIMIZERS = {
+    "bitsandbytes": "its kernels run on the GPU only",
+    "apex": "its kernels run on the GPU only",
+    "deepspeed": "it keeps masters of its own",
+}
+
+
+class OffloadStrategy(SingleDeviceStrategy):
+    """Train and run a model larger than the GPU's memory: weights stay in RAM and stream through a small window.
+
+    Results are those of the same model held on the device, bit for bit, with the same optimizer on the host. The
+    LightningModule, its optimizers, callbacks and checkpoints stay as they are.
+
+    Args:
+        window: slots on the device, each as large as the largest chunk. 2 let copies overlap compute.
+        pin: chunks that stay on the device, with gradients and optimizer state: a count, spread evenly; indices; or
+            names. A count beyond the chunks keeps all, with a warning.
+        chunks: what streams together. None: `configure_chunks()` of the LightningModule if it has one, else repeated
+            blocks and large modules are found. Names or globs, module types, a callable `(name, module) -> bool`, or
+            "leaves": every module that owns parameters.
+        activations: "checkpoint" recomputes a chunk's activations in backward, "keep" keeps them; "recompute" is
+            another name of "checkpoint".
+        stream_dtype: "auto" streams float32 weights in autocast's dtype where autocast casts them anyway, with the same
+            bits. A dtype, or a mapping from name patterns to dtypes, overrides that.
+        resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
+        device: where to compute; by default what `Trainer(accelerator=, devices=)` says.
+        host_memory: bytes of RAM that may be used; by default what the system reports as available.
+        accelerator: passed on to Lightning.
+        checkpoint_io: passed on to Lightning; by default checkpoints are written and read without a second copy in RAM.
+        precision_plugin: passed on to Lightning.
+
+    Raises:
+        ConfigurationError: an argument that cannot work; when the Trainer is set up, several devices, a launcher that
+            starts several processes, or a precision or optimizer that cannot work with weights in RAM.
+        HostMemoryError: too little RAM; nothing has been allocated.
+    """
+
+    strategy_name = "offload"
+
+    def __init__(
+        self,
+        window: int = 2,
+        pin: int | list[int] | list[str] = 0,
+        chunks: ChunkSpec = None,
+        activations: Literal["checkpoint", "keep", "recompute"] = "checkpoint",
+        stream_dtype: Literal["auto"] | torch.dtype | dict[str, torch.dtype] = "auto",
+        resident_below: int = 2**20,
+        device: str | int | torch.device | None = None,
+        host_memory: int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        super().__init__(
+            device=chosen,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io or LocalCheckpointIO(),
+            precision_plugin=precision_plugin,
+        )
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
+        if isinstance(pin, int) and pin < 0:
+            raise ConfigurationError(f"pin={pin}: a count of chunks cannot be negative")
+        if activations not in ("checkpoint", "keep", "recompute"):
+            raise ConfigurationError(f"activations={activations!r}: use 'checkpoint', 'recompute' or 'keep'")
+        self._device_given = device is not None
+        self._chunks = chunks
+        self._options: dict[str, Any] = {
+            "window": window,
+            "pin": pin,
+            "activations": activations,
+            "stream_dtype": stream_dtype,
+            "resident_below": resident_below,
+            "host_memory": host_memory,
+        }
+        self._streamer: Streamer | None = None
+        self._training = True
+        self._steps = 0
+
+    @property
+    def streamer(self) -> Streamer:
+        """The engine, between the Trainer's set-up and its end.
+
+        Raises:
+            RuntimeError: the Trainer has not set the model up.
+        """
+        if self._streamer is None:
+            raise RuntimeError("nothing streams yet: the engine exists from the Trainer's set-up to its end")
+        return self._streamer
+
+    def chunk_table(self) -> list[ChunkRow]:
+        """One row per chunk: name, parameters, bytes, dtype, placement, and why. Also in the log."""
+        return self.streamer.chunk_table()
+
+    # ------------------------------------------------------------------ device and processes
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The device given to this strategy, which the Trainer then takes; empty if the Trainer is to choose."""
+        return [self._root_device] if self._device_given else []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[Any]) -> None:
+        if len(devices) > 1 and not _devices_were_automatic():
+            raise ConfigurationError(
+                f"OffloadStrategy computes on one device, and the Trainer was given {len(devices)}: pass devices=1, or "
+                f"use PipelineStrategy(devices=[...]) for several"
+            )
+        first = devices[0]
+        self._root_device = first if isinstance(first, torch.device) else torch.device(first)
+
+    @override
+    def setup_environment(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if processes > 1 and ("LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+            raise ConfigurationError(
+                f"this process is one of {processes} that a launcher started, and OffloadStrategy runs in one: each would "
+                f"train on its own. Start the script with plain python."
+            )
+        name = type(self.precision_plugin).__name__
+        if name in _UNSUPPORTED_PRECISION:
+            raise ConfigurationError(
+                f"{name} does not work with weights in RAM: {_UNSUPPORTED_PRECISION[name]}. Use precision='bf16-mixed', "
+                f"'16-mixed', or one of the '-true' precisions."
+            )
+        super().setup_environment()
+
+    # ------------------------------------------------------------------ set-up and end
+
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the host, never on the device."""
+        with super().tensor_init_context(empty_init=empty_init), torch.device("cpu"):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._detach()
+        self._training = trainer.state.fn == TrainerFn.FITTING
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        if self._training:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                _check_optimizer(optimizer)
+        self.setup_precision_plugin()
+        assert self.lightning_module is not None
+        self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)
+
+    @override
+    def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        spec = chunk_spec(module, self._chunks)
+        self._streamer = attach(
+            module, device=self.root_device, chunks=spec, training=self._training, **self._options
+        )
+        with self.precision_plugin.forward_context():
+            self._streamer.prepare()
+        self._steps = 0
+        rank_zero_info(f"OffloadStrategy on {self.root_device}:\n{format_rows(self.chunk_table())}")
+
+    @override
+    def teardown(self) -> None:
+        self._detach()
+        if self.accelerator is not None:
+            super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._streamer is not None:
+            self._streamer.abandon()
+
+    def _detach(self) -> None:
+        streamer, self._streamer = self._streamer, None
+        if streamer is not None:
+            streamer.close()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_streamer"] = None
+        return state
+
+    # ------------------------------------------------------------------ steps
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        if self._streamer is None:
+            yield
+        else:
+            with self._streamer.scope():
+                yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context(), self._scope():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context(), self._scope():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context(), self._scope():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.predict_step_context(), self._scope():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._streamer.lending() if self._streamer is not None else contextlib.nullcontext():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._streamer is not None:
+            self._streamer.refresh()
+        return output
+
+    # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
+
+    @override
+    def on_train_start(self) -> None:
+        self._invalidate()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._steps += 1
+        if batch_idx == 0:
+            self._invalidate()
+        if self._steps == 2 and self._streamer is not None:
+            never = self._streamer.never_visited()
+            if never:
+                rank_zero_warn(
+                    f"chunks that the first training batch never called: {', '.join(never)}. If they are used in "
+                    f"another way than by calling them, make the module that uses them the chunk."
+                )
+
+    @override
+    def on_validation_start(self) -> None:
+        self._invalidate()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._invalidate()
+
+    @override
+    def on_test_start(self) -> None:
+        self._invalidate()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        if self._streamer is not None:
+            self._streamer.invalidate()
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return _on_host(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return _on_host(super().optimizer_state(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)  # torch puts each state where its parameter is
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints hold host tensors: a device's name in a file would bind it to machines that have the device."""
+    moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
+    return moved
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    package = type(optimizer).__module__.partition(".")[0]
+    reason = _UNSUPPORTED_OPTIMIZERS.get(package)
+    if reason is None and any(group.get("capturable") for group in optimizer.param_groups):
+        reason = "capturable=True needs parameters on the GPU"
+    if reason is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update weights in RAM: {reason}. Use an "
+            f"optimizer of torch.optim (AdamW, Adam and SGD have fused=True kernels for the host)."
+        )
+
+
+def _devices_were_automatic() -> bool:
+    """Whether the Trainer that is being built was not told how many devices to use.
+
+    With `devices="auto"` Lightning offers every GPU there is, and tells nobody that it was not asked to.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("accelerator_connector.py"):
+            return bool(frame.f_locals.get("devices") == "auto")
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
