@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+ALWAYS_KEPT_BYTES = 1 << 16
 
 
 class BufferSnapshot:
@@ -17,6 +20,9 @@ class BufferSnapshot:
 
     A recompute must see what the forward saw, and must not count a second time. Buffers are exchanged, not written, so
     that no version counter moves.
+
+    A write shows in the version counter, but for the running statistics of batch norm, which torch updates without
+    counting. So the buffers of its modules, and small ones of any module, always count as changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +39,10 @@ class BufferSnapshot:
         self._changed = [
             (owner, name, copy)
             for owner, name, buffer, version, copy in self._before
-            if owner._buffers.get(name) is not buffer or buffer._version != version
+            if owner._buffers.get(name) is not buffer
+            or buffer._version != version
+            or isinstance(owner, _NormBase)
+            or (buffer.is_floating_point() and buffer.nbytes <= ALWAYS_KEPT_BYTES)
         ]
         self._before = []
 
