@@ -91,6 +91,16 @@ class Follower:
             self.window.release(opened.slot)
             self._issue()
 
+    def keep_open(self, opened: OpenVisit) -> None:
+        """The next visits run inside this one, so they do not end it."""
+        if self._backward is opened:
+            self._backward = None
+
+    def may_close(self, opened: OpenVisit) -> None:
+        """The visits inside are over: the next one ends this backward visit."""
+        self.close_backward()
+        self._backward = opened
+
     def close_backward(self) -> None:
         """End the backward visit under way, if there is one."""
         if self._backward is not None:
@@ -113,7 +123,7 @@ class Follower:
     def abandon_step(self) -> None:
         """The step failed: close what is open and learn nothing."""
         for slot in self.window.slots:
-            if slot.in_use:
+            while slot.in_use:
                 self.window.release(slot)
         self._backward, self._previous = None, None
         self._clear()

@@ -113,7 +113,7 @@ def lend(
 class Placement:
     """Puts lent tensors where the modules look, and takes them away again.
 
-    cuDNN's recurrent modules read a list of their weights, `_flat_weights`, instead of the attributes; it is lent too.
+    A module may run inside itself: each `hide` shows again what the `show` before its own had put there. cuDNN's recurrent modules read a list of their weights, `_flat_weights`, instead of the attributes; it is lent too.
     """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
@@ -125,20 +125,35 @@ class Placement:
             for module in modules.values()
         ]
         self._masters: list[list[Tensor]] = []
+        self._shown: list[Sequence[Tensor]] = []
 
     def show(self, lent: Sequence[Tensor]) -> None:
         """Let the modules compute with `lent`, one tensor per weight."""
+        if not self._shown:
+            self._masters = [module._flat_weights for module, _ in self._recurrent]
+        self._shown.append(lent)
+        self._put(lent)
+
+    def replace(self, lent: Sequence[Tensor]) -> None:
+        """Exchange what is shown."""
+        self._shown[-1] = lent
+        self._put(lent)
+
+    def _put(self, lent: Sequence[Tensor]) -> None:
         for attributes, name, index in self._sites:
             attributes[name] = lent[index]
-        if self._recurrent:
-            self._masters = [module._flat_weights for module, _ in self._recurrent]
-            for module, indices in self._recurrent:
-                module.__dict__["_flat_weights"] = [lent[i] for i in indices]
+        for module, indices in self._recurrent:
+            module.__dict__["_flat_weights"] = [lent[i] for i in indices]
 
     def hide(self) -> None:
-        """Let the modules show their masters again."""
+        """Let the modules show what they showed before, in the end their masters. Without effect when nothing is shown."""
+        if self._shown:
+            self._shown.pop()
+        if self._shown:
+            self._put(self._shown[-1])
+            return
         for attributes, name, _ in self._sites:
             attributes.pop(name, None)
-        for (module, _), masters in zip(self._recurrent, self._masters, strict=True):
+        for (module, _), masters in zip(self._recurrent, self._masters, strict=False):
             module.__dict__["_flat_weights"] = masters
         self._masters = []

@@ -70,7 +70,7 @@ class Rest:
             if changed:
                 self._copy(changed, count=not force)
         if self.users and self._stale_graph():
-            self._placement.show(self._tensors())
+            self._placement.replace(self._tensors())
 
     def release(self) -> None:
         """Drop the copies; the modules show their masters."""

@@ -116,6 +116,7 @@ class Streamer:
         self._stray: set[nn.Parameter] = set()
         self._depth = 0
         self._entered = 0
+        self._lending = False
         self._suspect = False
         self._epoch = 0  # advances whenever user code may have written masters
         self._forced = 0  # groups last refreshed before this epoch are refreshed whether or not a write can be seen
@@ -257,13 +258,16 @@ class Streamer:
             if self._depth == 0:
                 self._end_scope(failed)
 
-    @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
-        """Like `scope`, around a backward: modules compute with device tensors, and no step begins or ends."""
-        self._rest.enter()
-        try:
-            yield
-        finally:
+    def begin_lending(self) -> None:
+        """Around a backward, until `end_lending`: modules compute with device tensors, and no step begins or ends."""
+        if not self._lending and not self.closed:
+            self._lending = True
+            self._rest.enter()
+
+    def end_lending(self) -> None:
+        """Undo `begin_lending`. Idempotent; an error in the step has the same effect."""
+        if self._lending:
+            self._lending = False
             self._rest.leave()
 
     def prepare(self) -> None:
@@ -292,8 +296,11 @@ class Streamer:
 
     def _begin_step(self) -> None:
         ambient = self._ambient()
+        self.end_lending()
         if self._stray_found():
             self._retire_strays()
+        elif any(weight.moved() for group in (*self.groups, self._rest.group) for weight in group.weights):
+            self._start_over()
         if not self._built or (ambient is not None and ambient != self.dtypes.compute) or self.dtypes.changed:
             self.dtypes.changed = False
             self.build(ambient if ambient is not None or not self._built else self.dtypes.compute)
@@ -398,9 +405,19 @@ class Streamer:
         if current_task() == -1 or exact:
             with self._lent(chunk, exact):
                 yield
-        else:
-            self.open_backward(chunk)
+            return
+        self.open_backward(chunk)
+        lending, self._backward = self._backward, None  # other chunks that run inside must not end this visit
+        if lending is None or lending.opened is None:
             yield
+            return
+        self.follower.keep_open(lending.opened)
+        try:
+            yield
+        finally:
+            self._close_backward_visit()
+            self._backward = lending
+            self.follower.may_close(lending.opened)
 
     @contextlib.contextmanager
     def _lent(self, chunk: Chunk, exact: bool) -> Iterator[None]:
@@ -583,6 +600,7 @@ class Streamer:
         if self.closed:
             return
         self._close_backward_visit()
+        self.end_lending()
         for _ in range(self._open_tasks):
             self._rest.leave()
         self._open_tasks = 0
@@ -665,6 +683,10 @@ class Streamer:
                 function,
             )
             self._stray.add(weight.parameter)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """The tree holds other parameters than before, or they are used in another way: divide it anew."""
         self.device.synchronize()
         self._rest.release()
         for group in self.groups:

@@ -24,9 +24,14 @@ class Slot:
         self.group: WeightGroup | None = None
         self.loaded: Event = COMPLETE
         self.free: Event = COMPLETE
-        self.in_use = False
+        self.users = 0  # visits under way; more than one when a chunk runs inside itself
         self.last_use = -1
         self._views: dict[WeightGroup, tuple[object, list[Tensor]]] = {}
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a visit under way reads the slot."""
+        return self.users > 0
 
     def views(self, group: WeightGroup) -> list[Tensor]:
         """The group's weights inside this slot, without gradient history, made once per layout."""
@@ -88,12 +93,13 @@ class Window:
         """Let the calling thread's stream read `slot` from now on, after earlier visits on other streams."""
         self.device.wait(slot.loaded)
         self.device.wait(slot.free)
-        slot.in_use, slot.last_use = True, clock
+        slot.users += 1
+        slot.last_use = clock
 
     def release(self, slot: Slot) -> None:
         """The work issued so far is the last that reads `slot` in this visit."""
         slot.free = self.device.record()
-        slot.in_use = False
+        slot.users = max(0, slot.users - 1)
 
     def forget(self, group: WeightGroup | None = None) -> None:
         """What the slots hold of `group` (default: of every group) is out of date."""
