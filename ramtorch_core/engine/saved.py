@@ -51,15 +51,18 @@ class SavedTensors:
 
     Args:
         locate: the group and weight whose slot memory this tensor is a view of, or None.
-        weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now.
+        weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now; None if the group
+            is no more.
+        device: where weights are needed.
     """
 
     def __init__(
         self,
         locate: Callable[[Tensor], tuple[WeightGroup, Weight] | None],
-        weight_in: Callable[[WeightGroup], Slot],
+        weight_in: Callable[[WeightGroup], Slot | None],
+        device: torch.device,
     ) -> None:
-        self._locate, self._weight_in = locate, weight_in
+        self._locate, self._weight_in, self._device = locate, weight_in, device
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -109,13 +112,12 @@ class SavedTensors:
     def _view(self, saved: WeightReference) -> Tensor:
         weight = saved.weight
         with torch.no_grad():
-            if weight.dtype == saved.lent_dtype:
-                buffer = self._weight_in(saved.group).buffer
-                flat = buffer.view(saved.dtype)
+            slot = self._weight_in(saved.group)
+            if slot is not None and weight.dtype == saved.lent_dtype:
+                flat = slot.buffer.view(saved.dtype)
                 offset = (weight.offset + saved.byte_offset) // saved.dtype.itemsize
-            else:  # the group was laid out anew, in other dtypes, since the forward
-                device = self._weight_in(saved.group).buffer.device
-                flat = torch.empty_strided(weight.size, weight.stride, dtype=saved.lent_dtype, device=device)
+            else:  # the weights were laid out anew since the forward
+                flat = torch.empty_strided(weight.size, weight.stride, dtype=saved.lent_dtype, device=self._device)
                 flat = flat.copy_(weight.parameter).as_strided((flat.numel(),), (1,)).view(saved.dtype)
                 offset = saved.byte_offset // saved.dtype.itemsize
             return torch.as_strided(flat, saved.size, saved.stride, offset)

@@ -160,7 +160,7 @@ class Streamer:
         self._placements = {group: Placement(group.weights) for group in self.groups}
         self._loans: dict[WeightGroup, weakref.WeakSet[Loan]] = {group: weakref.WeakSet() for group in self.groups}
         self._rest = Rest(self.census.copies, self.device, self)
-        self._saved = SavedTensors(self._locate, self._slot_for_backward)
+        self._saved = SavedTensors(self._locate, self._slot_for_backward, self.device.torch)
 
     def _entry_children(self) -> list[nn.Module]:
         """Children of the root that users may call directly, and that need copies of the rest."""
@@ -281,6 +281,8 @@ class Streamer:
 
     def _begin_scope(self) -> None:
         if current_task() != -1:
+            if not self._built or (self._open_tasks == 0 and not self.follower.visits):
+                self._begin_step()  # inside of a backward that is not ours
             self.enter_backward()
         elif self._open_tasks == 0:
             if self._built and self.follower.visits and not self._graphs:
@@ -540,6 +542,7 @@ class Streamer:
     def open_backward(self, chunk: Chunk, *, exact: bool = False) -> None:
         """Begin the chunk's backward visit, if it is not under way; it ends when the next visit begins, at the latest."""
         task = self.enter_backward()
+        chunk = self.census.chunks[chunk.index]  # the tree may have been divided anew since the forward
         if chunk.group is None or (self._backward is not None and self._backward.chunk is chunk):
             return
         self._close_backward_visit()
@@ -560,6 +563,9 @@ class Streamer:
         """Backward reached a Lend node: its visit is over, its gradients leave the device."""
         task = self.enter_backward()
         group = self._group_of(loan)
+        if group is None:
+            _add_directly(loan, grads)
+            return
         bucket = task.pending.setdefault(group, {}) if task is not None else {}
         for weight, grad in zip(loan.weights, grads, strict=True):
             if grad is not None:
@@ -575,8 +581,11 @@ class Streamer:
         if self._backward is not None and self._backward.chunk.group is group:
             self._close_backward_visit()
 
-    def _group_of(self, loan: Loan) -> WeightGroup:
-        return self._rest.group if loan.group.index < 0 else self.groups[loan.group.index]
+    def _group_of(self, loan: Loan) -> WeightGroup | None:
+        """None for a loan from before the tree was divided anew."""
+        position = loan.group.index
+        group = self._rest.group if position < 0 else self.groups[position] if position < len(self.groups) else None
+        return group if group is not None and loan.weights[0] in group.weights else None
 
     def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
         if bucket:
@@ -657,8 +666,9 @@ class Streamer:
                 return slot.group, weight
         return None
 
-    def _slot_for_backward(self, group: WeightGroup) -> Slot:
-        group = self.groups[group.index]
+    def _slot_for_backward(self, group: WeightGroup) -> Slot | None:
+        if group not in self._chunk_of:
+            return None
         current = self._backward
         if current is not None and current.chunk.group is group and current.opened is not None:
             return current.opened.slot
@@ -733,3 +743,12 @@ class Streamer:
                         parameter.grad = parameter.grad.cpu()
         move_buffers(self.root, torch.device("cpu"))
         self._built = False
+
+
+def _add_directly(loan: Loan, grads: Sequence[Tensor | None]) -> None:
+    """Add gradients to `.grad` at once, for a graph that is older than the present groups."""
+    for weight, grad in zip(loan.weights, grads, strict=True):
+        if grad is not None:
+            master = weight.parameter
+            host = grad.to(device=master.device, dtype=master.dtype, copy=True)
+            master.grad = host if master.grad is None else master.grad.add_(host)

@@ -168,8 +168,15 @@ class Gradients:
                         weight.parameter.grad = None
 
     def forget(self, group: WeightGroup) -> None:
-        """Drop what is kept for a group that changed; published `.grad` tensors stay with their masters."""
-        self._books.pop(group, None)
+        """Drop what is kept for a group that changed; published `.grad` tensors stay with their masters.
+
+        Gradients that wait for `publish` are kept until then.
+        """
+        book = self._books.get(group)
+        if book is not None:
+            book.gradients = {weight: gradient for weight, gradient in book.gradients.items() if gradient.pending}
+            if not book.gradients:
+                del self._books[group]
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients occupy."""
