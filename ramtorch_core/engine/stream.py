@@ -30,7 +30,7 @@ from ramtorch_core.errors import HostMemoryError, RamtorchError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import available_bytes
-from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.memory.weights import Weight, WeightGroup, separate
 from ramtorch_core.memory.window import Slot, Window
 from ramtorch_core.plan.itinerary import Direction
 
@@ -128,7 +128,8 @@ class Streamer:
         self._marker = torch.empty(0, device=device.torch)
         self.gradients = Gradients(device)
         self.observer: Observer | None = None
-        self._observed_steps = 0
+        self._observed: set[bool] = set()  # with gradients, without: watched for one step each
+        self._gradients_in_step = False
         self._observing: Observer | None = None
         self._built = False
         self._take_census()
@@ -292,7 +293,8 @@ class Streamer:
             else:
                 self._rest.refresh()
         self._rest.enter()
-        if self.observer is not None and current_task() == -1:
+        watch = torch.is_grad_enabled() not in self._observed and current_task() == -1
+        if self.observer is not None and watch:
             self._observing = self.observer
             self._observing.__enter__()
 
@@ -307,7 +309,8 @@ class Streamer:
             self.dtypes.changed = False
             self.build(ambient if ambient is not None or not self._built else self.dtypes.compute)
         self._new_epoch()
-        if self._observed_steps == 0 and self.observer is None and not is_compiled(self.root):
+        self._gradients_in_step = torch.is_grad_enabled()
+        if self.observer is None and not self._observed and not is_compiled(self.root):
             self.observer = Observer(self.device.torch, self._exact_weight)
             self.observer.masters = {id(w.parameter): w for group in self.groups for w in group.weights}
 
@@ -316,6 +319,8 @@ class Streamer:
         self._epoch += 1
         self._suspect = False
         with torch._C.DisableTorchFunction():
+            if not self.device.fake:
+                separate((*self.groups, self._rest.group))
             self._rest.refresh(force=True)
 
     def _end_scope(self, failed: bool) -> None:
@@ -332,11 +337,10 @@ class Streamer:
         self._let_host_write()
 
     def _finish_step(self) -> None:
-        trained = any(visit.direction is Direction.BACKWARD for visit in self.follower.visits)
         self.follower.finish_step()
-        if self.observer is not None and trained:
-            self._observed_steps += 1
-            if not self._stray_found():
+        if self.observer is not None:
+            self._observed.add(self._gradients_in_step)
+            if self._observed == {True, False} and not self._stray_found():
                 self.observer = None
 
     def _let_host_write(self) -> None:
@@ -465,7 +469,8 @@ class Streamer:
                 self.dtypes.note(weight, use)
         if lending.opened is not None:
             written = lending.opened.slot.buffer._version != lending.version
-            self.follower.close(lending.opened)
+            with torch._C.DisableTorchFunction():
+                self.follower.close(lending.opened)
             if written:
                 raise RamtorchError(
                     f"the forward of chunk '{lending.chunk.name}' writes its own weights in place; while they stream "
@@ -704,7 +709,7 @@ class Streamer:
             group.release()
         self.gradients.forget(self._rest.group)
         self._take_census()
-        self.observer, self._built = None, False
+        self.observer, self._built, self._observed = None, False, set()
         for forward in self._forwards:
             forward.chunk = self.census.chunks[forward.chunk.index] if forward.chunk is not None else None
         self._epochs = {}

@@ -68,6 +68,10 @@ class Weight:
             return True
         return look and not torch.equal(self._take_sample(), self.sample)
 
+    def moved(self) -> bool:
+        """Whether a module no longer has the master under the name under which it was found."""
+        return any(module._parameters.get(name) is not self.parameter for module, name in self.sites)
+
     def note(self) -> None:
         """Remember the master as it is now."""
         self.version, self.home = self.parameter._version, self.parameter.data
@@ -172,6 +176,18 @@ class WeightGroup:
             if hasattr(weight, "shadow"):
                 del weight.shadow
         self.arena, self.nbytes = None, 0
+
+
+def separate(groups: Iterable[WeightGroup]) -> None:
+    """Give every master memory of its own that user code pointed at the home of another one.
+
+    After `a.data, b.data = b.data, a.data` bringing one of them home would overwrite the other.
+    """
+    built = [weight for group in groups if group.arena is not None for weight in group.weights]
+    homes = {_storage(weight.shadow): weight for weight in built if weight.own_shadow}
+    for weight in built:
+        if homes.get(_storage(weight.parameter), weight) is not weight:
+            weight.parameter.data = weight.parameter.data.clone()
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
