@@ -6,7 +6,9 @@ Importing this package registers the strategies: `Trainer(strategy="offload")`.
 from ramtorch_lightning._lightning import StrategyRegistry
 from ramtorch_lightning.checkpoint import LocalCheckpointIO
 from ramtorch_lightning.offload import OffloadStrategy
+from ramtorch_lightning.pipeline import PipelineStrategy
 
-__all__ = ["LocalCheckpointIO", "OffloadStrategy"]
+__all__ = ["LocalCheckpointIO", "OffloadStrategy", "PipelineStrategy"]
 
 OffloadStrategy.register_strategies(StrategyRegistry)
+PipelineStrategy.register_strategies(StrategyRegistry)

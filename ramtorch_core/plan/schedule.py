@@ -26,6 +26,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "interleaved",
+    "one_by_one",
     "sequential",
     "staggered_1b1f",
     "uniform_1f1b",
@@ -134,11 +135,19 @@ class Schedule:
 
 def sequential(stages: int, microbatches: int) -> Schedule:
     """One microbatch after the other, no overlap: plain gradient accumulation, the reference for all the others."""
-    return _one_stage_per_device(
-        "sequential",
-        microbatches,
-        ([op for m in range(microbatches) for op in (Op("F", s, m), Op("B", s, m))] for s in range(stages)),
-    )
+    return one_by_one(range(stages), microbatches)
+
+
+def one_by_one(placement: Sequence[int], microbatches: int) -> Schedule:
+    """`sequential` for any placement of stages on devices; `placement[s]` is the device of stage s."""
+    lanes = []
+    for device in range(max(placement) + 1):
+        owned = [s for s, d in enumerate(placement) if d == device]
+        lane: list[Op] = []
+        for m in range(microbatches):
+            lane += [Op("F", s, m) for s in owned] + [Op("B", s, m) for s in reversed(owned)]
+        lanes.append(tuple(lane))
+    return Schedule("sequential", microbatches, tuple(placement), tuple(lanes))
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:

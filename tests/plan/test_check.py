@@ -1,7 +1,7 @@
 """The schedule checker: what it refuses, and that the refusal shows where."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core.errors import PlanError
@@ -53,6 +53,7 @@ def test_a_memory_bound_is_checked_and_the_forward_that_breaks_it_marked() -> No
     assert ">0F2<" in str(refusal.value)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 8))
 def test_peak_activations_is_the_least_bound_that_passes(name: str, devices: int, microbatches: int) -> None:
     schedule = build(name, devices, microbatches)
@@ -62,6 +63,7 @@ def test_peak_activations_is_the_least_bound_that_passes(name: str, devices: int
         check(schedule, max_activations=peak - 1)
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 5))
 def test_exchanging_two_ops_is_refused_or_leaves_every_dependency_before_its_op(
     data: st.DataObject, name: str, devices: int, microbatches: int

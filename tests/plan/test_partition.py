@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core.errors import ConfigurationError
@@ -17,6 +17,7 @@ def slowest(values: list[int], parts: tuple[range, ...], weights: list[float]) -
     return max(sum(values[i] for i in part) / w for part, w in zip(parts, weights, strict=True))
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 5), st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=5, max_size=5))
 def test_no_other_cut_has_a_faster_slowest_part(values: list[int], parts: int, weights: list[float]) -> None:
     parts, weights = min(parts, len(values)), weights[: min(parts, len(values))]
@@ -29,6 +30,7 @@ def test_no_other_cut_has_a_faster_slowest_part(values: list[int], parts: int, w
     assert slowest(values, found, weights) == pytest.approx(best)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 5))
 def test_parts_follow_each_other_cover_everything_and_are_not_empty(values: list[int], parts: int) -> None:
     parts = min(parts, len(values))

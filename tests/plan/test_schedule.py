@@ -1,7 +1,7 @@
 """Schedules as data: the grids they draw, their text form, and properties that hold for every size."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core.errors import ConfigurationError, PlanError
@@ -81,6 +81,7 @@ def test_a_schedule_draws_the_grid_of_its_publication(schedule: Schedule, grid: 
     assert str(schedule) == lines(grid)
 
 
+@settings(deadline=None)
 @given(names, devices, microbatches)
 def test_every_schedule_of_every_size_is_complete_and_free_of_deadlock(name: str, d: int, m: int) -> None:
     schedule = build(name, d, m)
@@ -90,6 +91,7 @@ def test_every_schedule_of_every_size_is_complete_and_free_of_deadlock(name: str
     assert sum(map(len, schedule.lanes)) == schedule.stages * m * (3 if schedule.split_backward else 2)
 
 
+@settings(deadline=None)
 @given(devices, microbatches, st.integers(1, 4))
 def test_interleaving_runs_for_any_number_of_stages_per_device(d: int, m: int, stages: int) -> None:
     schedule = interleaved(d, m, stages)
@@ -97,12 +99,14 @@ def test_interleaving_runs_for_any_number_of_stages_per_device(d: int, m: int, s
     assert schedule.stages == d * stages
 
 
+@settings(deadline=None)
 @given(names, devices, microbatches)
 def test_the_text_of_a_schedule_reads_back_as_the_same_schedule(name: str, d: int, m: int) -> None:
     schedule = build(name, d, m)
     assert Schedule.parse(str(schedule), name) == schedule
 
 
+@settings(deadline=None)
 @given(names, devices, microbatches)
 def test_ops_are_the_lanes_told_apart_by_stage(name: str, d: int, m: int) -> None:
     schedule = build(name, d, m)
@@ -112,6 +116,7 @@ def test_ops_are_the_lanes_told_apart_by_stage(name: str, d: int, m: int) -> Non
     assert all(op.stage == s for s, ops in enumerate(schedule.ops) for op in ops)
 
 
+@settings(deadline=None)
 @given(devices, microbatches)
 def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(d: int, m: int) -> None:
     expected = tuple(min(m, d - s) for s in range(d))
@@ -121,6 +126,7 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(d: int, 
     assert max(peak_activations(zbv(d, m))) <= 2 * d
 
 
+@settings(deadline=None)
 @given(devices, st.integers(1, 4))
 def test_zero_bubble_is_never_slower_than_1f1b_and_1f1b_as_fast_as_gpipe(d: int, rounds: int) -> None:
     m = d * rounds
@@ -137,6 +143,7 @@ def test_the_uniform_warm_up_overlaps_less_than_1f1b_when_a_link_takes_time() ->
     assert peak_activations(uniform_1f1b(3, 4)) == (3, 3, 3)
 
 
+@settings(deadline=None)
 @given(names, devices, microbatches)
 def test_the_forwards_alone_form_a_schedule(name: str, d: int, m: int) -> None:
     schedule = forward_only(build(name, d, m))
@@ -148,6 +155,7 @@ def test_1f1b_is_another_name_of_staggered_1b1f() -> None:
     assert build("1f1b", 3, 5) == staggered_1b1f(3, 5)
 
 
+@settings(deadline=None)
 @given(st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 99))
 def test_an_op_reads_back_from_its_text(kind: str, stage: int, m: int) -> None:
     op = Op.parse(f"{stage}{kind}{m}")

@@ -1,8 +1,10 @@
 """Runs steps of one module over several devices."""
 
+import contextlib
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from ramtorch_core.engine.pipeline.crew import Crew
 from ramtorch_core.engine.pipeline.dice import Dice
+from ramtorch_core.engine.pipeline.frontier import Frontier
 from ramtorch_core.engine.pipeline.links import Links
+from ramtorch_core.engine.pipeline.microbatch import Bystander
 from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root, Step, current_step
 from ramtorch_core.engine.pipeline.thread_state import ThreadState
@@ -48,6 +52,7 @@ class Executor:
         self.devices = list(devices)
         self._unique = list({device.torch: device for device in devices}.values())
         self._links = Links(self._unique)
+        self._local = threading.local()
         self._crew = Crew(f"pipeline-{next(_serial)}")
         self._hooks = [
             module.register_forward_pre_hook(_Entry(self, stage, name, module), with_kwargs=True, prepend=True)
@@ -110,8 +115,24 @@ class Executor:
             return current[0].enter_stage(current[1], stage, name, arguments)
         if len(self._unique) == 1:
             return arguments
+        bystander: Bystander | None = getattr(self._local, "bystander", None)
+        if bystander is not None:
+            bystander.stage = stage
         device = self.devices[stage].torch
         return tree_map_only(Tensor, lambda t: t.to(device) if self._links.owns(t.device) else t, arguments)
+
+    @contextlib.contextmanager
+    def transparent(self) -> Iterator[None]:
+        """Inside, the calling thread may call the module whole; tensors move to where they are needed."""
+        if len(self._unique) == 1:
+            yield
+            return
+        self._local.bystander = Bystander(self.devices, self._links)
+        try:
+            with Frontier(self._local.bystander, several_devices=True):
+                yield
+        finally:
+            self._local.bystander = None
 
     def close(self) -> None:
         """Remove the hooks and end the threads. Idempotent."""

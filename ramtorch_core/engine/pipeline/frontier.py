@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from ramtorch_core.engine.pipeline.microbatch import Microbatch
+from ramtorch_core.engine.pipeline.microbatch import Bystander, Microbatch
 
 __all__ = ["Frontier"]
 
@@ -32,7 +32,7 @@ class Frontier(TorchFunctionMode):
     first argument, where that is modified in place). Calls on tensors of one device stay on it.
     """
 
-    def __init__(self, microbatch: Microbatch, several_devices: bool) -> None:
+    def __init__(self, microbatch: Microbatch | Bystander, several_devices: bool) -> None:
         super().__init__()
         self.microbatch = microbatch
         self.several_devices = several_devices
@@ -65,14 +65,14 @@ class Frontier(TorchFunctionMode):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         microbatch = self.microbatch
-        device = microbatch.device
+        device = microbatch.target(_tensors(args, kwargs)) if self.several_devices else microbatch.device
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         keep: Tensor | None = args[0] if in_place and args and isinstance(args[0], Tensor) else None
         if keep is not None and keep.requires_grad and not keep.is_leaf and microbatch.is_foreign(keep):
             keep = None  # modified in the graph of this stage
         mixed = False
         if self.several_devices:
-            found = {t.device for t in _tensors(args, kwargs) if microbatch.links.owns(t.device)}
+            found = {t.device for t in _tensors(args, kwargs) if microbatch.owns(t.device)}
             mixed = len(found) > 1
             if keep is not None:
                 device = keep.device
@@ -82,7 +82,7 @@ class Frontier(TorchFunctionMode):
                 return tensor
             if tensor.requires_grad and microbatch.is_foreign(tensor):
                 tensor = microbatch.bring(tensor)
-            if mixed and tensor.device != device and microbatch.links.owns(tensor.device):
+            if mixed and tensor.device != device and microbatch.owns(tensor.device):
                 return microbatch.bring(tensor) if device == microbatch.device else tensor.to(device)
             return tensor
 
@@ -99,7 +99,7 @@ class Frontier(TorchFunctionMode):
                 return value
             if not value.is_floating_point() or value.dtype in (dtype, torch.float64):
                 return value
-            return microbatch.loans.cast(value, dtype, microbatch.stage)
+            return microbatch.cast(value, dtype)
 
         return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
 

@@ -69,7 +69,7 @@ class Loans:
             cast = self._cast[stage][key] = weight.detach().to(dtype)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return cast
-        return _CastUse.apply(weight, cast)  # type: ignore[no-any-return]
+        return _CastUse.apply(weight, cast)  # type: ignore[no-any-return, no-untyped-call]
 
     def collect(self, stage: int, microbatch: int) -> None:
         """After this stage's backward: send home the gradients of what it borrowed."""

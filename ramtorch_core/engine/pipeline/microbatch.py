@@ -11,7 +11,7 @@ from ramtorch_core.engine.pipeline.links import Links, Parcel
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.memory.device import COMPLETE, Device, Event
 
-__all__ = ["Microbatch"]
+__all__ = ["Bystander", "Microbatch"]
 
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
@@ -81,6 +81,10 @@ class Microbatch:
         """The device of the current stage."""
         return self.devices[self.stage].torch
 
+    def target(self, tensors: Iterable[Tensor]) -> torch.device:
+        """Where a call on `tensors` belongs: on the device of the current stage."""
+        return self.device
+
     def begin(self, stage: int) -> None:
         """Enter `stage`, whose turn it is."""
         self.stage = stage
@@ -103,7 +107,7 @@ class Microbatch:
         for tensor in tensors:
             key = (stage, id(tensor))
             source = self._latest(tensor)
-            if source.device != device.torch and self.links.owns(source.device) and key not in self._parcels:
+            if source.device != device.torch and self.owns(source.device) and key not in self._parcels:
                 self._parcels[key] = self.links.send(source, device, self._readable(source), "forward")
 
     def is_foreign(self, tensor: Tensor) -> bool:
@@ -136,11 +140,19 @@ class Microbatch:
         self._arrivals[self.stage][id(tensor)] = Arrival(tensor, local)
         return local
 
+    def owns(self, device: torch.device) -> bool:
+        """Whether `device` belongs to the pipeline."""
+        return self.links.owns(device)
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weight` as autocast would pass it to an operation in `dtype`."""
+        return self.loans.cast(weight, dtype, self.stage)
+
     def admit(self, tensor: Tensor) -> Tensor:
         """An argument of the module that begins the current stage, on this stage's device."""
         if tensor.requires_grad and self.is_foreign(tensor):
             return self.bring(tensor)
-        return self.bring(tensor) if tensor.device != self.device and self.links.owns(tensor.device) else tensor
+        return self.bring(tensor) if tensor.device != self.device and self.owns(tensor.device) else tensor
 
     def owed(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """(tensor computed in `stage`, its gradient from a later stage), the last stage's first."""
@@ -182,6 +194,40 @@ class Microbatch:
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < self.low and self._ended:
             return self._ended[self._stage_of(tensor)]
         return self.links.mark(tensor.device)
+
+
+class Bystander:
+    """Stands for a microbatch where a module is called whole, in one thread: only the devices of tensors change."""
+
+    def __init__(self, devices: list[Device], links: Links) -> None:
+        self.devices = devices
+        self.links = links
+        self.stage = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the current stage."""
+        return self.devices[self.stage].torch
+
+    def target(self, tensors: Iterable[Tensor]) -> torch.device:
+        """Where a call on `tensors` belongs: with its parameters, else on the device of the current stage."""
+        return next((t.device for t in tensors if isinstance(t, torch.nn.Parameter)), self.device)
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Never: there is one graph."""
+        return False
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device of the current stage, in the same graph."""
+        return tensor.to(self.device)
+
+    def owns(self, device: torch.device) -> bool:
+        """Whether `device` belongs to the pipeline."""
+        return self.links.owns(device)
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weight`, which autocast will cast."""
+        return weight
 
 
 def _version(tensor: Tensor) -> int:

@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.partition import imbalance, partition
 
-__all__ = ["StageMap", "StageRow", "balanced_entries", "parameter_cost", "place", "resolve_entries"]
+__all__ = ["StageMap", "StageRow", "balanced_entries", "memory_cost", "parameter_cost", "place", "resolve_entries"]
 
-GOOD_ENOUGH = 1.05
-"""Slowest stage over a perfect cut at which no module is opened any further."""
+GOOD_ENOUGH = 1.1
+"""Slowest stage over a perfect cut at which no module is opened any further: a cut inside a block costs traffic."""
+
+WORTH_OPENING = 0.95
+"""A finer cut is taken if it makes the slowest stage at most this much of what it was."""
 
 Cost = Callable[[nn.Module, set[int]], float]
 
@@ -97,6 +100,16 @@ def parameter_cost(module: nn.Module, seen: set[int]) -> float:
     return total
 
 
+def memory_cost(module: nn.Module, seen: set[int]) -> float:
+    """Bytes of the module's parameters not in `seen`, with a gradient and two moments for those that are trained."""
+    total = 0
+    for parameter in module.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
+    return total
+
+
 def resolve_entries(root: nn.Module, chosen: Sequence[str | nn.Module], stages: int) -> StageMap:
     """The stages that begin at the modules `chosen`, by name or as modules, for stages 1, 2, ...
 
@@ -159,7 +172,7 @@ def balanced_entries(
         if len(pieces) >= stages and pieces[0][1] is not root:
             parts = partition(costs, stages, weights)
             uneven = imbalance(costs, parts, weights)
-            if best is None or uneven < best[0] * 0.99:
+            if best is None or uneven < best[0] * WORTH_OPENING:
                 best = uneven, [pieces[part[0]] for part in parts[1:]]
             if uneven <= GOOD_ENOUGH:
                 break
@@ -196,7 +209,8 @@ def place(stages: StageMap, devices: Sequence[torch.device], aside: Callable[[nn
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in moved:
                 moved.add(id(parameter))
-                parameter.data = parameter.data.to(devices[stage])
+                if parameter.device != devices[stage]:
+                    parameter.data = parameter.data.to(devices[stage])
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.to(devices[stage])
         for name, buffer in module._buffers.items():

@@ -1,0 +1,198 @@
+"""Attaches a pipeline to any module tree: stages, devices and schedules."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from ramtorch_core.engine.pipeline.executor import Executor, StepResult
+from ramtorch_core.engine.pipeline.stages import (
+    StageMap,
+    StageRow,
+    balanced_entries,
+    memory_cost,
+    parameter_cost,
+    place,
+    resolve_entries,
+)
+from ramtorch_core.engine.pipeline.step import Root
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.memory.device import Device
+from ramtorch_core.plan.check import check
+from ramtorch_core.plan.schedule import Schedule, build, forward_only, one_by_one
+
+__all__ = ["PipelineRunner", "ScheduleSpec", "StageSpec", "format_stage_rows", "plan_schedule", "resolve_devices"]
+
+log = logging.getLogger(__name__)
+
+StageSpec: TypeAlias = Sequence[str | nn.Module] | Callable[[nn.Module], Sequence[str | nn.Module]] | None
+"""The modules whose entry begins stages 1, 2, ..., or their names; a function that finds them; None: balanced."""
+
+ScheduleSpec: TypeAlias = str | Schedule | Callable[[int, int], Schedule]
+"""A name, a schedule for one number of microbatches, or a function of (devices, microbatches)."""
+
+Balance: TypeAlias = Literal["parameters", "memory"]
+_COSTS = {"parameters": parameter_cost, "memory": memory_cost}
+
+
+class PipelineRunner:
+    """A module spread over several devices, stage after stage, until `close()`.
+
+    Nothing in the module tree is renamed or moved: parameters stay the same objects, on the devices of their stages.
+
+    Args:
+        root: the module; its parameters and buffers move.
+        devices: one per pipeline device, in the order of the stages; the CPU may be given several times.
+        stages: where stages begin. None: balanced automatically.
+        schedule: the default schedule.
+        balance: what is balanced: numbers of parameters, or bytes with gradients and two moments.
+        device_weights: relative speed, or size, of each device.
+        aside: submodules for which it is true stay where they are (metrics, for example).
+
+    Raises:
+        ConfigurationError: duplicate or unknown devices, cuts that cannot begin a stage, too few modules.
+        PlanError: a schedule that cannot run.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[torch.device | str | int],
+        *,
+        stages: StageSpec = None,
+        schedule: ScheduleSpec = "staggered_1b1f",
+        balance: Balance = "parameters",
+        device_weights: Sequence[float] | None = None,
+        aside: Callable[[nn.Module], bool] = lambda module: False,
+    ) -> None:
+        self.devices = resolve_devices(devices)
+        self.schedule = schedule
+        self._schedules: dict[int, Schedule] = {}
+        self._fixed_logged = False
+        placement = plan_schedule(schedule, len(self.devices), 1).placement
+        self.stage_devices = [self.devices[d] for d in placement]
+        weights = _stage_weights(device_weights, placement, len(self.devices))
+        self.stages = _find_stages(root, stages, len(placement), balance, weights)
+        place(self.stages, [device.torch for device in self.stage_devices], aside)
+        self._executor = Executor(self.stages, self.stage_devices)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of the last stage, where loss and labels belong."""
+        return self.stage_devices[-1].torch
+
+    def stage_table(self) -> list[StageRow]:
+        """One row per stage."""
+        return self.stages.rows([str(device.torch) for device in self.stage_devices])
+
+    def plan(self, microbatches: int) -> Schedule:
+        """The checked schedule for so many microbatches."""
+        found = self._schedules.get(microbatches)
+        if found is None:
+            found = self._schedules[microbatches] = self._build(microbatches)
+        return found
+
+    def train(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        root: Root,
+        *,
+        accumulate: bool = False,
+        step: int = 0,
+    ) -> StepResult:
+        """Forward and backward of all microbatches; see `Executor.run`."""
+        return self._executor.run(function, inputs, self.plan(len(inputs)), root, accumulate=accumulate, step=step)
+
+    def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
+        """The outputs of `function` for all microbatches, without backward."""
+        return self._executor.run(function, inputs, forward_only(self.plan(len(inputs))), step=step).outputs
+
+    def transparent(self) -> AbstractContextManager[object]:
+        """Inside, the calling thread may call the module as if it were on one device, with its graph whole."""
+        return self._executor.transparent()
+
+    def close(self) -> None:
+        """Remove the hooks and end the threads; parameters stay where they are. Idempotent."""
+        self._executor.close()
+
+    def _build(self, microbatches: int) -> Schedule:
+        fixed = self.schedule
+        if not isinstance(fixed, Schedule) or fixed.microbatches == microbatches:
+            return plan_schedule(fixed, len(self.devices), microbatches)
+        if not self._fixed_logged:
+            self._fixed_logged = True
+            log.warning(
+                "the schedule %r is for %d microbatches; a batch with %d runs one microbatch after the other. Pass a "
+                "function of (devices, microbatches) to cover every number.",
+                fixed.name,
+                fixed.microbatches,
+                microbatches,
+            )
+        return one_by_one(fixed.placement, microbatches)
+
+
+def plan_schedule(spec: ScheduleSpec, devices: int, microbatches: int) -> Schedule:
+    """The checked schedule that `spec` means for so many devices; a fixed schedule as it is.
+
+    Raises:
+        ConfigurationError: an unknown name, or a schedule for another number of devices.
+        PlanError: a schedule that cannot run.
+    """
+    if isinstance(spec, Schedule):
+        schedule = spec
+    elif isinstance(spec, str):
+        schedule = build(spec, devices, microbatches)
+    else:
+        schedule = spec(devices, microbatches)
+    if schedule.devices != devices:
+        raise ConfigurationError(
+            f"schedule {schedule.name!r} is for {schedule.devices} devices, but {devices} are given"
+        )
+    check(schedule)
+    return schedule
+
+
+def resolve_devices(devices: Sequence[torch.device | str | int]) -> list[Device]:
+    """The devices, checked. Raises `ConfigurationError` for none, unknown ones, or a GPU given twice."""
+    if not devices:
+        raise ConfigurationError("a pipeline needs at least one device: devices=[0, 1] or devices=['cpu', 'cpu']")
+    resolved = [Device(device) for device in devices]
+    names = [str(device.torch) for device in resolved]
+    for name in names:
+        if names.count(name) > 1 and name != "cpu":
+            raise ConfigurationError(f"device {name} is given {names.count(name)} times: every stage needs its own GPU")
+    return resolved
+
+
+def format_stage_rows(rows: Sequence[StageRow]) -> str:
+    """The stage table as text."""
+    lines = [f"{'stage':>5}  {'device':<8} {'parameters':>12} {'MB':>10} {'share':>6}  begins at"]
+    lines += [
+        f"{row.stage:>5}  {row.device:<8} {row.parameters:>12,} {row.bytes / 1e6:>10,.1f} {row.share:>6.1%}  "
+        f"{row.first_module}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _find_stages(
+    root: nn.Module, chosen: StageSpec, count: int, balance: Balance, weights: Sequence[float] | None
+) -> StageMap:
+    if chosen is None:
+        if balance not in _COSTS:
+            raise ConfigurationError(f"balance={balance!r}: choose one of {', '.join(map(repr, _COSTS))}")
+        return balanced_entries(root, count, weights, _COSTS[balance])
+    entries = chosen(root) if callable(chosen) else chosen
+    return resolve_entries(root, entries, count)
+
+
+def _stage_weights(weights: Sequence[float] | None, placement: Sequence[int], devices: int) -> list[float] | None:
+    if weights is None:
+        return None
+    if len(weights) != devices:
+        raise ConfigurationError(f"{len(weights)} device_weights for {devices} devices: give one for each")
+    return [weights[device] for device in placement]

@@ -1,0 +1,367 @@
+"""`PipelineStrategy`: several devices, one process, one stage of the model after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from ramtorch_core import ConfigurationError
+from ramtorch_core.pipeline import (
+    PipelineRunner,
+    ScheduleSpec,
+    StageRow,
+    StageSpec,
+    StepResult,
+    batch_size,
+    format_stage_rows,
+    join,
+    plan_schedule,
+    resolve_devices,
+    sizes_of,
+    split,
+)
+from ramtorch_lightning._lightning import (
+    Accelerator,
+    CheckpointIO,
+    Precision,
+    SingleDeviceStrategy,
+    TrainerFn,
+    is_overridden,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from ramtorch_lightning.logs import LogCapture
+from ramtorch_lightning.offload import _on_host
+from ramtorch_lightning.publishing import Share, publishing
+
+__all__ = ["PipelineStrategy"]
+
+SplitFn = Callable[[Any, int], Sequence[Any]]
+
+_UNSUPPORTED_PRECISION = ("BitsandbytesPrecision", "TransformerEnginePrecision", "DeepSpeedPrecision", "FSDPPrecision")
+
+
+class PipelineStrategy(SingleDeviceStrategy):
+    """Train and run a model across several GPUs in one process: each holds one stage, microbatches flow through them.
+
+    `training_step` runs once per microbatch, unchanged. Results are those of
+    `Trainer(accumulate_grad_batches=n_microbatches)` with batches of the microbatches' size on one device, bit for bit,
+    except for random operations, which are reproducible but draw other numbers. Losses and logged means weigh
+    microbatches of unequal size by their size.
+
+    Batches that cannot be split, and steps that take the `dataloader_iter`, run as one microbatch; manual optimization
+    runs `training_step` once per batch, the model whole across the devices.
+
+    Args:
+        devices: one per pipeline device, in the order of the stages. `"cpu"` works, also several times. None: those of
+            the Trainer.
+        schedule: "staggered_1b1f" (also "1f1b"), "gpipe", "eager_1f1b", "zb_h1", "interleaved", "zbv", "sequential", or
+            a schedule, or a function of (devices, microbatches).
+        n_microbatches: into how many parts each batch is cut; fewer for smaller batches.
+        stages: where stages begin: the names of the modules that begin stages 1, 2, ..., the modules, or a function
+            that finds them. None: `configure_stages()` of the LightningModule if it has one, else a balanced split of
+            modules in the order of their registration.
+        balance: what the automatic split balances: "parameters", or "memory" with gradients and optimizer state.
+        device_weights: relative speed of the devices, for the automatic split.
+        split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
+        evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
+        accelerator: passed on to Lightning.
+        checkpoint_io: passed on to Lightning.
+        precision_plugin: passed on to Lightning.
+
+    Raises:
+        ConfigurationError: an argument that cannot work.
+        PlanError: a schedule that cannot run.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        devices: list[int] | list[str] | list[torch.device] | None = None,
+        schedule: ScheduleSpec = "staggered_1b1f",
+        n_microbatches: int = 4,
+        stages: StageSpec = None,
+        balance: Literal["parameters", "memory"] = "parameters",
+        device_weights: list[float] | None = None,
+        split_fn: SplitFn | None = None,
+        evaluate: Literal["pipelined", "whole"] = "pipelined",
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        if n_microbatches < 1:
+            raise ConfigurationError(f"n_microbatches={n_microbatches!r}: at least 1 is needed")
+        if evaluate not in ("pipelined", "whole"):
+            raise ConfigurationError(f"evaluate={evaluate!r}: use 'pipelined' or 'whole'")
+        self._devices = None if devices is None else resolve_devices(devices)
+        self._schedule = schedule
+        self._microbatches = n_microbatches
+        self._stages = stages
+        self._balance = balance
+        self._device_weights = device_weights
+        self._split_fn = split_fn
+        self._evaluate = evaluate
+        self._runner: PipelineRunner | None = None
+        self._told: set[str] = set()
+        if self._devices is not None:
+            self._choose_root()
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """The engine, between the Trainer's set-up and its end.
+
+        Raises:
+            RuntimeError: the Trainer has not set the model up.
+        """
+        if self._runner is None:
+            raise RuntimeError("no pipeline yet: it exists from the Trainer's set-up to its end")
+        return self._runner
+
+    def stage_table(self) -> list[StageRow]:
+        """One row per stage: device, parameters, bytes, and where it begins. Also in the log."""
+        return self.runner.stage_table()
+
+    # ------------------------------------------------------------------ device and processes
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices given to this strategy, which the Trainer then takes; empty if the Trainer is to choose."""
+        return [] if self._devices is None else [device.torch for device in self._devices]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        self._devices = resolve_devices(devices)
+        self._choose_root()
+
+    def _choose_root(self) -> None:
+        """The root device is the last stage's, where labels, loss and metrics belong. Refuses a schedule early."""
+        assert self._devices is not None
+        schedule = plan_schedule(self._schedule, len(self._devices), self._microbatches)
+        self._root_device = self._devices[schedule.placement[-1]].torch
+
+    @override
+    def setup_environment(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if processes > 1 and ("LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+            raise ConfigurationError(
+                f"this process is one of {processes} that a launcher started, and PipelineStrategy runs in one: each "
+                f"would train on its own. Start the script with plain python."
+            )
+        name = type(self.precision_plugin).__name__
+        if name in _UNSUPPORTED_PRECISION:
+            raise ConfigurationError(f"{name} does not work with PipelineStrategy: use 'bf16-mixed' or '16-mixed'")
+        super().setup_environment()
+
+    # ------------------------------------------------------------------ set-up and end
+
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the host: no device need hold all of it."""
+        with super().tensor_init_context(empty_init=empty_init), torch.device("cpu"):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._close()
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self._devices is not None
+        configure = getattr(module, "configure_stages", None)
+        self._runner = PipelineRunner(
+            module,
+            [device.torch for device in self._devices],
+            stages=configure() if self._stages is None and configure is not None else self._stages,
+            schedule=self._schedule,
+            balance=self._balance,
+            device_weights=self._device_weights,
+            aside=lambda submodule: isinstance(submodule, Metric),
+        )
+        for submodule in module.modules():
+            if isinstance(submodule, Metric):
+                submodule.to(self.root_device)
+        rank_zero_info(f"PipelineStrategy, {self._microbatches} microbatches:\n{format_stage_rows(self.stage_table())}")
+
+    @override
+    def teardown(self) -> None:
+        self._close()
+        if self.accelerator is not None:
+            super().teardown()
+
+    def _close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_runner"] = None
+        return state
+
+    # ------------------------------------------------------------------ training
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        with self.precision_plugin.train_step_context():
+            if not module.automatic_optimization:
+                with self.runner.transparent():
+                    return module.training_step(*args, **kwargs)
+            return self._train(module, args, kwargs)
+
+    def _train(self, module: pl.LightningModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        trainer = module.trainer
+        inputs, sizes = self._split(args[0])
+        logs = LogCapture(module, sizes)
+
+        def step(item: tuple[int, Any]) -> Any:
+            with logs.microbatch(item[0]):
+                return module.training_step(item[1], *args[1:], **kwargs)
+
+        share = Share(sizes, trainer.accumulate_grad_batches, self._loss_scale())
+        watched = is_overridden("backward", module)  # the user's own backward may scale the loss
+        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        if first and not _sees_old_gradients(trainer):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()  # Lightning will, after this step: two gradients would be in memory until then
+        with logs.active():
+            if _skips_backward(trainer):
+                outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
+                result = StepResult(outputs, {})
+            else:
+                accumulate = not (first or watched)
+                result = self.runner.train(
+                    step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number
+                )
+        logs.replay()
+        return publishing(result, share, sizes, watched)
+
+    def _loss_scale(self) -> Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None:
+            return None
+        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
+        return scale
+
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches of `batch`, and their sizes."""
+        if self._split_fn is not None:
+            parts = list(self._split_fn(batch, self._microbatches))
+            if not parts:
+                raise ConfigurationError("split_fn returned no microbatch")
+            sizes = [size if isinstance(size := batch_size(part), int) else 1 for part in parts]
+            return parts, sizes
+        size = batch_size(batch)
+        if isinstance(size, str) or size == 0:
+            if self._microbatches > 1:
+                self._tell_once(
+                    f"a batch runs as one microbatch, without overlap: {size or 'it is empty'}. Pass "
+                    f"PipelineStrategy(split_fn=...), a function (batch, n) -> list of microbatches."
+                )
+            return [batch], [1]
+        sizes = sizes_of(size, self._microbatches)
+        return (split(batch, sizes) if len(sizes) > 1 else [batch]), sizes
+
+    def _tell_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_warn(message)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluation("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluation("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluation("predict_step", args, kwargs)
+
+    def _evaluation(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        function = getattr(module, name)
+        if self._evaluate == "whole" or not args:
+            with self.runner.transparent():
+                return function(*args, **kwargs)
+        inputs, sizes = self._split(args[0])
+        logs = LogCapture(module, sizes)
+
+        def step(item: tuple[int, Any]) -> Any:
+            with logs.microbatch(item[0]):
+                return function(item[1], *args[1:], **kwargs)
+
+        number = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        with logs.active():
+            outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
+        logs.replay()
+        return join(outputs, sizes)
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return _on_host(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return _on_host(super().optimizer_state(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)  # torch puts each state where its parameter is
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+
+def _skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer runs forwards only (to update batch statistics, for example)."""
+    return bool(getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward", False))
+
+
+def _sees_old_gradients(trainer: pl.Trainer) -> bool:
+    """Whether user code may look at the previous batch's gradients before they are zeroed, or zeroes them itself."""
+    names = ("on_before_zero_grad", "optimizer_zero_grad")
+    module = trainer.lightning_module
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(is_overridden(name, module) for name in names) or any(
+        type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks
+    )
