@@ -23,7 +23,7 @@ class Gpt(nn.Module):
         self.body.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(depth)
         )
-        self.head = nn.Linear(16, 256, bias=False)
+        self.head = nn.Linear(16, 201, bias=False)
         if tied:
             self.head = nn.Linear(16, 64, bias=False)
             self.head.weight = self.embedding.weight
@@ -36,7 +36,7 @@ def names(model: nn.Module, stages: int, **options: Any) -> list[str]:
 def test_equal_blocks_with_a_big_head_are_cut_between_blocks() -> None:
     """Top-level children alone would leave all blocks on one stage."""
     assert names(Gpt(), 2) == ["body.blocks.7"]
-    assert names(Gpt(), 4) == ["body.blocks.3", "body.blocks.8", "head"]
+    assert names(Gpt(), 4) == ["body.blocks.3", "body.blocks.7", "body.blocks.11"]
 
 
 def test_a_single_large_layer_is_not_opened_when_that_does_not_help() -> None:
