@@ -47,7 +47,7 @@ class Frontier(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._has_foreign(args, kwargs):
             args, kwargs = self._localize(name, args, kwargs)
-        if func in _CAST_ONCE and torch.is_autocast_enabled(self.microbatch.device.type):
+        if func in _CAST_ONCE:
             args, kwargs = self._cast(args, kwargs)
         return func(*args, **kwargs)
 
@@ -92,6 +92,8 @@ class Frontier(TorchFunctionMode):
         """Replace the weights that autocast would cast."""
         microbatch = self.microbatch
         kind = microbatch.device.type
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return args, kwargs
         dtype = torch.get_autocast_dtype(kind)
 
         def cast(value: Any) -> Any:
