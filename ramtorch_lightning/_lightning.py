@@ -9,7 +9,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or (
+    find_spec("lightning") is not None and not ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules)
+):
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -17,18 +19,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.model_helpers import is_overridden
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-elif find_spec("lightning") is not None and not ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules):
-    import lightning.pytorch as pl
-    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-    from lightning.fabric.utilities.cloud_io import get_filesystem
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 else:
     import pytorch_lightning as pl
     from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -37,8 +29,8 @@ else:
     from pytorch_lightning.plugins.precision import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
     from pytorch_lightning.utilities.model_helpers import is_overridden
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
     "Accelerator",

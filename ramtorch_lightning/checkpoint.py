@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from ramtorch_lightning._lightning import TorchCheckpointIO, get_filesystem
+
+IN_MEMORY_BYTES = 64 << 20
 
 
 class LocalCheckpointIO(TorchCheckpointIO):
     """Ordinary Lightning checkpoints; local files are written through a temporary file, and read memory-mapped.
 
     A local checkpoint is written next to its final place and renamed when it is complete and on disk, so a crash
-    leaves the previous one whole. (Lightning's own default serialises into memory first.) Tensors are read from the
-    mapped file as they are needed. Other file systems are handled as Lightning does.
+    leaves the previous one whole. (Lightning's own default serialises into memory first, which is used for small
+    checkpoints.) Tensors are read from the mapped file as they are needed. Other file systems are handled as Lightning
+    does.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
-            super().save_checkpoint(checkpoint, path, storage_options)
+        local = storage_options is None and _is_local(path)
+        if not local or _tensor_bytes(checkpoint) < IN_MEMORY_BYTES:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(_local(path))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,13 +53,20 @@ class LocalCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        local = isinstance(get_filesystem(path), LocalFileSystem) and Path(_local(path)).is_file()
+        local = _is_local(path) and Path(_local(path)).is_file()
         if local and _is_zip(Path(_local(path))):
-            loaded: dict[str, Any] = torch.load(
-                _local(path), map_location="cpu", weights_only=weights_only, mmap=True
-            )
+            loaded: dict[str, Any] = torch.load(_local(path), map_location="cpu", weights_only=weights_only, mmap=True)
             return loaded
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+def _tensor_bytes(checkpoint: dict[str, Any]) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor))
+
+
+def _is_local(path: str | Path) -> bool:
+    protocol: str | tuple[str, ...] = get_filesystem(path).protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
 def _local(path: str | Path) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,19 +25,13 @@ from ramtorch_lightning._lightning import (
 )
 from ramtorch_lightning.checkpoint import LocalCheckpointIO
 from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.refusals import (
+    check_optimizer,
+    check_precision,
+    check_single_process,
+    devices_were_automatic,
+)
 from ramtorch_lightning.writers import may_write_every_batch
-
-_UNSUPPORTED_PRECISION = {
-    "BitsandbytesPrecision": "it replaces weights by quantised ones that live on the GPU",
-    "TransformerEnginePrecision": "its modules keep their own copies of the weights on the GPU",
-    "DeepSpeedPrecision": "it belongs to DeepSpeed's engine",
-    "FSDPPrecision": "it belongs to FSDP's engine",
-}
-_UNSUPPORTED_OPTIMIZERS = {
-    "bitsandbytes": "its kernels run on the GPU only",
-    "apex": "its kernels run on the GPU only",
-    "deepspeed": "it keeps masters of its own",
-}
 
 
 class OffloadStrategy(SingleDeviceStrategy):
@@ -92,10 +84,10 @@ class OffloadStrategy(SingleDeviceStrategy):
         super().__init__(
             device=chosen,
             accelerator=accelerator,
-            checkpoint_io=checkpoint_io or LocalCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if type(window) is not int or window < 1:
             raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
         if isinstance(pin, int) and pin < 0:
             raise ConfigurationError(f"pin={pin}: a count of chunks cannot be negative")
@@ -139,7 +131,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[Any]) -> None:
-        if len(devices) > 1 and not _devices_were_automatic():
+        if len(devices) > 1 and not devices_were_automatic():
             raise ConfigurationError(
                 f"OffloadStrategy computes on one device, and the Trainer was given {len(devices)}: pass devices=1, or "
                 f"use PipelineStrategy(devices=[...]) for several"
@@ -149,18 +141,8 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     @override
     def setup_environment(self) -> None:
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if processes > 1 and ("LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
-            raise ConfigurationError(
-                f"this process is one of {processes} that a launcher started, and OffloadStrategy runs in one: each would "
-                f"train on its own. Start the script with plain python."
-            )
-        name = type(self.precision_plugin).__name__
-        if name in _UNSUPPORTED_PRECISION:
-            raise ConfigurationError(
-                f"{name} does not work with weights in RAM: {_UNSUPPORTED_PRECISION[name]}. Use precision='bf16-mixed', "
-                f"'16-mixed', or one of the '-true' precisions."
-            )
+        check_single_process("OffloadStrategy")
+        check_precision(self.precision_plugin)
         super().setup_environment()
 
     # ------------------------------------------------------------------ set-up and end
@@ -185,19 +167,17 @@ class OffloadStrategy(SingleDeviceStrategy):
         if self._training:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                _check_optimizer(optimizer)
+                check_optimizer(optimizer)
         self.setup_precision_plugin()
         assert self.lightning_module is not None
-        self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)
+        self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
 
     @override
     def model_to_device(self) -> None:
         module = self.lightning_module
         assert module is not None
         spec = chunk_spec(module, self._chunks)
-        self._streamer = attach(
-            module, device=self.root_device, chunks=spec, training=self._training, **self._options
-        )
+        self._streamer = attach(module, device=self.root_device, chunks=spec, training=self._training, **self._options)
         with self.precision_plugin.forward_context():
             self._streamer.prepare()
         self._steps = 0
@@ -211,6 +191,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._streamer is not None:
             self._streamer.abandon()
 
@@ -260,9 +241,14 @@ class OffloadStrategy(SingleDeviceStrategy):
             return self.lightning_module.predict_step(*args, **kwargs)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._streamer.lending() if self._streamer is not None else contextlib.nullcontext():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._streamer is not None:
+            self._streamer.begin_lending()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._streamer is not None:
+            self._streamer.end_lending()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -312,6 +298,20 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     # ------------------------------------------------------------------ state
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        io = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = LocalCheckpointIO()
+        elif isinstance(getattr(type(io), "checkpoint_io", None), property):  # a wrapper; it keeps the one it has
+            io.checkpoint_io = LocalCheckpointIO()  # type: ignore[attr-defined]
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return _on_host(super().lightning_module_state_dict())
@@ -336,28 +336,3 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Checkpoints hold host tensors: a device's name in a file would bind it to machines that have the device."""
     moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
     return moved
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    package = type(optimizer).__module__.partition(".")[0]
-    reason = _UNSUPPORTED_OPTIMIZERS.get(package)
-    if reason is None and any(group.get("capturable") for group in optimizer.param_groups):
-        reason = "capturable=True needs parameters on the GPU"
-    if reason is not None:
-        raise ConfigurationError(
-            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update weights in RAM: {reason}. Use an "
-            f"optimizer of torch.optim (AdamW, Adam and SGD have fused=True kernels for the host)."
-        )
-
-
-def _devices_were_automatic() -> bool:
-    """Whether the Trainer that is being built was not told how many devices to use.
-
-    With `devices="auto"` Lightning offers every GPU there is, and tells nobody that it was not asked to.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("accelerator_connector.py"):
-            return bool(frame.f_locals.get("devices") == "auto")
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

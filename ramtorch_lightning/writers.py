@@ -34,7 +34,9 @@ def may_write_every_batch(module: pl.LightningModule, callbacks: Iterable[pl.Cal
     True for manual optimisation, for an overridden hook that runs per batch, and for callbacks that are not
     Lightning's own, or that write weights. Hooks that run per epoch or around validation are dealt with apart.
     """
-    if not module.automatic_optimization or any(is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_PER_BATCH):
+    if not module.automatic_optimization or any(
+        is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_PER_BATCH
+    ):
         return True
     return any(_may_write(callback) for callback in callbacks)
 

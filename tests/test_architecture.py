@@ -39,7 +39,7 @@ LIBRARIES = {
     "optim": {"torch", "typing_extensions"},
     "engine": {"torch", "typing_extensions"},
     "public": {"torch", "typing_extensions"},
-    "lightning": {"lightning", "pytorch_lightning", "torch", "torchmetrics", "typing_extensions"},
+    "lightning": {"lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics", "typing_extensions"},
 }
 # layer -> optional libraries, imported inside the function that needs them
 OPTIONAL_LIBRARIES = {"simulate": {"matplotlib"}}

@@ -74,14 +74,13 @@ def checkpoint_call(
         marker: an empty tensor on the device whose random state must be saved in any case.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[i] for i in positions]
+    distinct: dict[int, int] = {}  # a tensor that is given twice stays one tensor: attention tests `query is key`
+    indices = [distinct.setdefault(id(leaf), len(distinct)) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def call(_marker: Tensor | None, *tensors: Tensor) -> Any:
-        values = list(constants)
-        for position, tensor in zip(positions, tensors, strict=True):
-            values[position] = tensor
+        values = [c if i is None else tensors[i] for c, i in zip(constants, indices, strict=True)]
         again_args, again_kwargs = tree_unflatten(values, structure)
         return function(*again_args, **again_kwargs)
 

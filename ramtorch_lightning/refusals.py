@@ -1,0 +1,84 @@
+"""What cannot work with weights in RAM, and in one process; told before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+from torch.optim import Optimizer
+
+from ramtorch_core import ConfigurationError
+from ramtorch_lightning._lightning import Precision
+
+__all__ = ["check_optimizer", "check_precision", "check_single_process", "devices_were_automatic"]
+
+_PRECISIONS = {
+    "BitsandbytesPrecision": "it replaces weights by quantised ones that live on the GPU",
+    "TransformerEnginePrecision": "its modules keep their own copies of the weights on the GPU",
+    "DeepSpeedPrecision": "it belongs to DeepSpeed's engine",
+    "FSDPPrecision": "it belongs to FSDP's engine",
+}
+_OPTIMIZERS = {
+    "bitsandbytes": "its kernels run on the GPU only",
+    "apex": "its kernels run on the GPU only",
+    "deepspeed": "it keeps masters of its own",
+}
+
+
+def check_single_process(strategy: str) -> None:
+    """Refuse to be one of several processes, which would each train on its own.
+
+    Raises:
+        ConfigurationError: a launcher started this process as one of several.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and ("LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+        raise ConfigurationError(
+            f"this process is one of {processes} that a launcher started, and {strategy} runs in one: each would train "
+            f"on its own. Start the script with plain python."
+        )
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse precision plugins that put weights where they cannot stream from.
+
+    Raises:
+        ConfigurationError: the plugin is one of these.
+    """
+    for kind in type(plugin).__mro__:
+        if kind.__name__ in _PRECISIONS:
+            raise ConfigurationError(
+                f"{type(plugin).__name__} does not work with weights in RAM: {_PRECISIONS[kind.__name__]}. Use "
+                f"precision='bf16-mixed', '16-mixed', or one of the '-true' precisions."
+            )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose kernels run on the GPU only.
+
+    Raises:
+        ConfigurationError: the optimizer, or one that it extends, is one of these, or is capturable.
+    """
+    packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
+    reason = next((_OPTIMIZERS[package] for package in packages if package in _OPTIMIZERS), None)
+    if reason is None and any(group.get("capturable") for group in optimizer.param_groups):
+        reason = "capturable=True needs parameters on the GPU"
+    if reason is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update weights in RAM: {reason}. Use an "
+            f"optimizer of torch.optim (AdamW, Adam and SGD have fused=True kernels for the host)."
+        )
+
+
+def devices_were_automatic() -> bool:
+    """Whether the Trainer that is being built was not told how many devices to use.
+
+    With `devices="auto"` Lightning offers every GPU there is, and tells nobody that it was not asked to.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("accelerator_connector.py"):
+            return bool(frame.f_locals.get("devices") == "auto")
+        frame = frame.f_back
+    return False
