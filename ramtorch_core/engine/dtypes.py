@@ -50,6 +50,10 @@ class StreamDtypes:
             return fixed
         return self.compute if self._casts.get(weight, guess_casts(weight)) else master
 
+    def is_fixed(self, weight: Weight) -> bool:
+        """Whether the user chose the dtype of `weight`."""
+        return self._fixed(weight) is not None
+
     def may_be_half(self, weight: Weight) -> bool:
         """Whether `weight` may need a shadow besides its master."""
         return weight.parameter.dtype == torch.float32 and self._fixed(weight) != torch.float32
@@ -59,7 +63,7 @@ class StreamDtypes:
         if use.count == 0 or self.compute is None or self._fixed(weight) is not None:
             return
         before = self.wanted(weight)
-        self._casts[weight] = use.cast and use.count == 1 and self._casts.get(weight, True)
+        self._casts[weight] = use.cast and self._casts.get(weight, True)
         self.changed |= self.wanted(weight) != before
 
     def _fixed(self, weight: Weight) -> torch.dtype | None:

@@ -1,7 +1,8 @@
 """Watches how weights are used, to decide which may stream in half precision and which must stay on the device.
 
 Under autocast a weight may cross the bus in autocast's dtype when its only use in a visit is one operation that casts it:
-then the cast happens on the host instead, with the same bits. The kind of module is the first guess; the first visits
+then the cast happens on the host instead, with the same bits. If autocast remembers its casts, as it does unless told
+otherwise, there may be several such operations: they share one cast, and their gradients add up behind it. The kind of module is the first guess; the first visits
 are watched and the guess is replaced by what was seen. A use that contradicts the guess gets the exact weight at once,
 so the first step is exact too.
 """
@@ -88,7 +89,7 @@ _HARMLESS_PROPERTIES = frozenset(
 
 
 class Use:
-    """What one visit did with a weight: how many operations took it, and whether each was one that casts."""
+    """What one visit did with a weight: how many operations took it, and whether one cast would have served them all."""
 
     __slots__ = ("cast", "count")
 
@@ -104,12 +105,17 @@ class Observer(TorchFunctionMode):
         exact: gives a weight's exact, differentiable device copy in the master's dtype.
 
     Attributes:
+        compute: the dtype in which weights cross in half precision.
+        fixed: tells whether the user chose a weight's dtype, so that no use contradicts it.
         stray: masters that met a device tensor outside of any visit of their chunk.
     """
 
-    def __init__(self, device: torch.device, exact: Callable[[Weight], Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, exact: Callable[[Weight], Tensor], fixed: Callable[[Weight], bool]
+    ) -> None:
         super().__init__()
-        self.device, self.exact = device, exact
+        self.device, self.exact, self.fixed = device, exact, fixed
+        self.compute: torch.dtype | None = None
         self.masters: dict[int, Weight] = {}
         self.stray: dict[Weight, str] = {}
         self._lent: dict[int, tuple[Weight, Use]] = {}
@@ -138,6 +144,11 @@ class Observer(TorchFunctionMode):
             kwargs = {key: self._replace(func, value, uses_device) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
+    def _one_cast_serves(self, count: int) -> bool:
+        kind = self.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.compute
+        return casts and (count == 1 or torch.is_autocast_cache_enabled())
+
     def _replace(self, func: Any, value: Any, uses_device: bool) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
             replaced = [self._replace(func, item, uses_device) for item in value]
@@ -147,9 +158,8 @@ class Observer(TorchFunctionMode):
         if id(value) in self._lent:
             weight, use = self._lent[id(value)]
             use.count += 1
-            use.cast &= func in CASTING_FUNCTIONS and torch.is_autocast_enabled(self.device.type)
-            exact_needed = not weight.own_shadow and (not use.cast or use.count > 1)
-            return self.exact(weight) if exact_needed else value
+            use.cast &= func in CASTING_FUNCTIONS and self._one_cast_serves(use.count)
+            return value if use.cast or weight.own_shadow or self.fixed(weight) else self.exact(weight)
         if uses_device and id(value) in self.masters:
             weight = self.masters[id(value)]
             self.stray.setdefault(weight, getattr(func, "__name__", str(func)))

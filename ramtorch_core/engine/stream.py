@@ -50,6 +50,7 @@ class _Lending:
     def __init__(self, chunk: Chunk, opened: OpenVisit | None, placement: Placement) -> None:
         self.chunk, self.opened, self.placement = chunk, opened, placement
         self.version = opened.slot.buffer._version if opened is not None else 0
+        self.lent: list[Tensor] = []
         self.watched: tuple[list[Tensor], list[Use]] | None = None
 
 
@@ -293,9 +294,9 @@ class Streamer:
             else:
                 self._rest.refresh()
         self._rest.enter()
-        watch = torch.is_grad_enabled() not in self._observed and current_task() == -1
-        if self.observer is not None and watch:
+        if self.observer is not None and torch.is_grad_enabled() not in self._observed:
             self._observing = self.observer
+            self._observing.compute = self.dtypes.compute
             self._observing.__enter__()
 
     def _begin_step(self) -> None:
@@ -307,11 +308,13 @@ class Streamer:
             self._start_over()
         if not self._built or (ambient is not None and ambient != self.dtypes.compute) or self.dtypes.changed:
             self.dtypes.changed = False
+            if ambient != self.dtypes.compute:
+                self.observer, self._observed = None, set()  # what was seen under another autocast does not count
             self.build(ambient if ambient is not None or not self._built else self.dtypes.compute)
         self._new_epoch()
         self._gradients_in_step = torch.is_grad_enabled()
         if self.observer is None and not self._observed and not is_compiled(self.root):
-            self.observer = Observer(self.device.torch, self._exact_weight)
+            self.observer = Observer(self.device.torch, self._exact_weight, self.dtypes.is_fixed)
             self.observer.masters = {id(w.parameter): w for group in self.groups for w in group.weights}
 
     def _new_epoch(self) -> None:
@@ -335,6 +338,8 @@ class Streamer:
             elif not self._graphs:
                 self._finish_step()
         self._let_host_write()
+        if self._built and not self.conservative and not torch.is_grad_enabled() and current_task() == -1:
+            self.follower.prefetch()
 
     def _finish_step(self) -> None:
         self.follower.finish_step()
@@ -389,7 +394,7 @@ class Streamer:
         self, inner: Callable[..., Any], chunk: Chunk, exact: bool, args: Any, kwargs: Any
     ) -> Any:
         snapshot = BufferSnapshot(chunk.module)
-        again = False
+        again, observer = False, self._observing
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
@@ -400,14 +405,23 @@ class Streamer:
                         return inner(*args, **kwargs)
                 finally:
                     snapshot.keep_changed()
-            with self._recomputing(chunk, exact), snapshot.restored(), self._hooks(chunk):
+            with self._recomputing(chunk, exact, observer), snapshot.restored(), self._hooks(chunk):
                 return inner(*args, **kwargs)
 
         with self._lent(chunk, exact):
             return checkpoint_call(run, *args, marker=self._marker, **kwargs)
 
     @contextlib.contextmanager
-    def _recomputing(self, chunk: Chunk, exact: bool) -> Iterator[None]:
+    def _recomputing(self, chunk: Chunk, exact: bool, observer: Observer | None) -> Iterator[None]:
+        """The backward visit of a checkpointed chunk, watched by whoever watched its forward."""
+        if observer is not None and self._observing is None:
+            self._observing = observer
+            try:
+                with observer, self._recomputing(chunk, exact, None):
+                    yield
+            finally:
+                self._observing = None
+            return
         if current_task() == -1 or exact:
             with self._lent(chunk, exact):
                 yield
@@ -418,9 +432,14 @@ class Streamer:
             yield
             return
         self.follower.keep_open(lending.opened)
+        if self._observing is not None:
+            assert chunk.group is not None
+            self._observing.lend(chunk.group.weights, lending.lent)
         try:
             yield
         finally:
+            if self._observing is not None:
+                self._observing.reclaim(lending.lent)
             self._close_backward_visit()
             self._backward = lending
             self.follower.may_close(lending.opened)
@@ -454,6 +473,7 @@ class Streamer:
             lent = lend(group, views, self, loans)
         self._placements[group].show(lent)
         lending = _Lending(chunk, opened, self._placements[group])
+        lending.lent = lent
         if self._observing is not None and not exact:
             lending.watched = (lent, self._observing.lend(group.weights, lent))
         return lending
@@ -642,6 +662,7 @@ class Streamer:
             for group in self.groups:
                 if group.refresh():
                     self.window.forget(group)
+            self.follower.prefetch()
 
     def invalidate(self) -> None:
         """Masters may have been written through `.data`, which cannot be seen: cast and copy all of them again."""
