@@ -1,0 +1,279 @@
+"""torch's own checkpointing in user code, inside and around chunks, and `offload_checkpoint`; against uncheckpointed runs."""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from stream_cases import WIDTH, Block, Stack, assert_same, data, every_mode, every_policy, run, streaming
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from ramtorch_core import offload_checkpoint
+
+
+class Switch:
+    """Whether the user's checkpoints are active: the reference run has none."""
+
+    on = True
+
+
+def maybe(function: Any, *args: Any, **kwargs: Any) -> Any:
+    reentrant = kwargs.pop("use_reentrant")
+    return checkpoint(function, *args, use_reentrant=reentrant, **kwargs) if Switch.on else function(*args, **kwargs)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    x = data(index).requires_grad_()  # a reentrant checkpoint needs an input with a gradient
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return [loss.detach(), x.grad]
+
+
+def assert_equals_uncheckpointed(build: Any, step: Any = train, **options: Any) -> None:
+    Switch.on = False
+    try:
+        expected = run(build, step)
+    finally:
+        Switch.on = True
+    assert_same(run(build, step, streamed=options), expected)
+
+
+class Inside(Block):
+    """Checkpoints a part of itself."""
+
+    reentrant = False
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(torch.relu(self.up(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + maybe(self.inner, self.norm(x), use_reentrant=self.reentrant)
+
+
+class InsideReentrant(Inside):
+    reentrant = True
+
+
+class Whole(Inside):
+    """Checkpoints a submodule that has a batch of its own hooks, by keyword only."""
+
+    def inner(self, *, x: Tensor, scale: float) -> Tensor:
+        return self.down(self.drop(self.up(x) * scale).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return maybe(self.inner, x=x, scale=0.5, use_reentrant=False)
+
+
+class Around(Stack):
+    """Checkpoints every block."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = maybe(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class AroundReentrant(Around):
+    reentrant = True
+
+
+class Pairs(Stack):
+    """Checkpoints two blocks at once."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(0, len(self.blocks), 2):
+            x = maybe(nn.Sequential(*self.blocks[first : first + 2]), x, use_reentrant=self.reentrant)
+        return x
+
+
+class PairsReentrant(Pairs):
+    reentrant = True
+
+
+class Nested(Stack):
+    """A checkpoint around everything, and one around each block."""
+
+    def once(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = maybe(block, x, use_reentrant=False)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return maybe(self.once, x, use_reentrant=False)
+
+
+class Selective(Stack):
+    """Checkpoints some blocks, keyword arguments only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = maybe(block, x=x, use_reentrant=False) if index % 2 else block(x=x)
+        return x
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [Inside, InsideReentrant, Whole])
+def test_checkpoints_inside_chunks_are_exact(mode, kind):
+    assert_equals_uncheckpointed(lambda: Stack(*(kind(dropout=0.3) for _ in range(3))), **mode)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [Around, AroundReentrant, Pairs, PairsReentrant, Nested, Selective])
+def test_checkpoints_around_chunks_are_exact(mode, kind):
+    assert_equals_uncheckpointed(lambda: kind(*(Block(dropout=0.3) for _ in range(4))), **mode)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [Around, AroundReentrant, Pairs, PairsReentrant, Nested, Selective])
+def test_checkpoints_around_and_inside_chunks_together_are_exact(mode, kind):
+    assert_equals_uncheckpointed(lambda: kind(*(Inside(dropout=0.3) for _ in range(4))), **mode)
+
+
+@every_policy
+@pytest.mark.parametrize("kind", [Around, AroundReentrant, Pairs, Nested])
+@pytest.mark.parametrize("resident_below", [0, 256])
+def test_checkpoints_around_chunks_accumulate_exactly(mode, kind, resident_below):
+    def step(model, optimizer, index):
+        optimizer.zero_grad()
+        losses = []
+        for microbatch in range(3):
+            loss = model(data(10 * index + microbatch).requires_grad_()).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        return losses
+
+    build = lambda: kind(*(Block(dropout=0.3) for _ in range(4)))
+    assert_equals_uncheckpointed(build, step, resident_below=resident_below, **mode)
+
+
+@every_policy
+@pytest.mark.parametrize("kind", [Around, AroundReentrant, Nested])
+def test_checkpoints_around_chunks_are_exact_under_autocast(mode, kind):
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.weight * 2, self.bias).tanh()
+
+    def step(model, optimizer, index):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(data(index).requires_grad_()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    assert_equals_uncheckpointed(lambda: kind(Block(dropout=0.3), Doubled(WIDTH, WIDTH), Block()), step, **mode)
+
+
+@every_policy
+def test_checkpoint_sequential_is_exact(mode):
+    class Segments(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            if Switch.on:
+                return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+            return super().forward(x)
+
+    assert_equals_uncheckpointed(lambda: Segments(*(Block(dropout=0.3) for _ in range(4))), **mode)
+
+
+@every_policy
+def test_a_reentrant_checkpoint_passes_several_outputs_of_a_chunk(mode):
+    class Two(Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y * 2
+
+    class Root(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                first, second = maybe(block, x, use_reentrant=True)
+                x = first + second.tanh()
+            return x
+
+    assert_equals_uncheckpointed(lambda: Root(Two(), Two(), Two()), **mode)
+
+
+class Regions(Block):
+    """Marks regions with `offload_checkpoint`: a module by position, a function by keyword only."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__(width, dropout)
+        self.batch = nn.BatchNorm1d(width)
+
+    def tail(self, *, x: Tensor) -> Tensor:
+        return self.down(self.drop(torch.relu(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not Switch.on:
+            return x + self.tail(x=self.up(self.batch(self.norm(x))))
+        x_in = offload_checkpoint(self.batch, self.norm(x))
+        return x + offload_checkpoint(self.tail, x=offload_checkpoint(self.up, x_in))
+
+
+@every_mode
+def test_regions_marked_with_offload_checkpoint_are_exact(mode):
+    assert_equals_uncheckpointed(lambda: Stack(*(Regions(dropout=0.3) for _ in range(3))), **mode)
+
+
+def test_regions_marked_in_a_plain_model_are_exact():
+    build = partial(lambda: Stack(*(Regions(dropout=0.3) for _ in range(3))))
+    Switch.on = False
+    try:
+        expected = run(build, train)
+    finally:
+        Switch.on = True
+    assert_same(run(build, train), expected)
+
+
+@every_mode
+def test_regions_around_chunks_are_exact(mode):
+    class Root(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = offload_checkpoint(block, x) if Switch.on else block(x)
+            return x
+
+    assert_equals_uncheckpointed(lambda: Root(*(Regions(dropout=0.3) for _ in range(3))), **mode)
+
+
+def test_offload_checkpoint_without_gradients_calls_the_function_once():
+    calls = []
+    with torch.no_grad():
+        assert offload_checkpoint(lambda x, y: calls.append(x) or x + y, 1, y=2) == 3
+    assert calls == [1]
+
+
+@every_policy
+def test_frozen_blocks_under_a_reentrant_checkpoint_pass_gradients_on(mode):
+    def build():
+        model = AroundReentrant(*(Block() for _ in range(4)))
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].requires_grad_(False)
+        return model
+
+    assert_equals_uncheckpointed(build, **mode)
+
+
+@pytest.mark.parametrize(("activations", "freed_before_backward"), [("checkpoint", 2), ("keep", 0)])
+def test_activations_inside_of_chunks_are_freed_when_they_are_recomputed(activations, freed_before_backward):
+    freed = []
+
+    class Watched(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).tanh()
+            weakref.finalize(hidden, freed.append, True)
+            return x + self.down(hidden)
+
+    model = Stack(Watched(), Watched())
+    with streaming(model, activations=activations):
+        loss = model(data()).sum()
+        assert len(freed) == freed_before_backward
+        loss.backward()
