@@ -118,12 +118,12 @@ class Observer(TorchFunctionMode):
         self.compute: torch.dtype | None = None
         self.masters: dict[int, Weight] = {}
         self.stray: dict[Weight, str] = {}
-        self._lent: dict[int, tuple[Weight, Use]] = {}
+        self._lent: dict[int, tuple[Tensor, Weight, Use]] = {}  # alive, so that no other tensor gets an id of theirs
 
     def lend(self, weights: Sequence[Weight], lent: Sequence[Tensor]) -> list[Use]:
         """Watch `lent` until `reclaim`; returns the uses, to be read when the visit is over."""
         uses = [Use() for _ in weights]
-        self._lent.update((id(t), (w, use)) for w, t, use in zip(weights, lent, uses, strict=True))
+        self._lent.update((id(t), (t, w, use)) for w, t, use in zip(weights, lent, uses, strict=True))
         return uses
 
     def reclaim(self, lent: Sequence[Tensor]) -> None:
@@ -156,7 +156,7 @@ class Observer(TorchFunctionMode):
         if not isinstance(value, Tensor):
             return value
         if id(value) in self._lent:
-            weight, use = self._lent[id(value)]
+            _, weight, use = self._lent[id(value)]
             use.count += 1
             use.cast &= func in CASTING_FUNCTIONS and self._one_cast_serves(use.count)
             return value if use.cast or weight.own_shadow or self.fixed(weight) else self.exact(weight)

@@ -69,6 +69,10 @@ class Rest:
             changed = self.group.refresh(force=force)
             if changed:
                 self._copy(changed, count=not force)
+        self.follow_toggles()
+
+    def follow_toggles(self) -> None:
+        """Lend anew if `requires_grad` of a master changed inside of a step."""
         if self.users and self._stale_graph():
             self._placement.replace(self._tensors())
 

@@ -22,6 +22,7 @@ from ramtorch_core.engine.census import Census, Chunk, ChunkRow, chunk_rows, tak
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.follow import Follower, OpenVisit
 from ramtorch_core.engine.lend import Loan, Placement, lend
+from ramtorch_core.engine.module_tree import is_never_called
 from ramtorch_core.engine.modules import ChunkForward, move_buffers, tensors_in
 from ramtorch_core.engine.observe import Observer, Use, is_compiled
 from ramtorch_core.engine.rest import Rest
@@ -165,15 +166,17 @@ class Streamer:
         self._saved = SavedTensors(self._locate, self._slot_for_backward, self.device.torch)
 
     def _entry_children(self) -> list[nn.Module]:
-        """Children of the root that users may call directly, and that need copies of the rest."""
+        """The outermost modules that users may call directly, and that need copies of the rest."""
         copies = {id(module) for weight in self.census.copies for module, _ in weight.sites}
-        return [
-            child
-            for child in self.root.children()
-            if type(child).forward is not nn.Module.forward
-            and not is_compiled(child)
-            and any(id(module) in copies for module in child.modules())
-        ]
+        entries: list[nn.Module] = []
+        waiting = list(self.root.children())
+        while waiting:
+            module = waiting.pop(0)
+            if is_never_called(module):
+                waiting.extend(module.children())
+            elif not is_compiled(module) and any(id(part) in copies for part in module.modules()):
+                entries.append(module)
+        return list(dict.fromkeys(entries))
 
     def build(self, compute_dtype: torch.dtype | None) -> None:
         """Lay out arenas and slots for weights that are used under autocast to `compute_dtype` (None: no autocast).
@@ -378,6 +381,8 @@ class Streamer:
         if self.closed:
             return inner(*args, **kwargs)
         with self.scope():
+            if self._entered == 0 and self._depth > 1 and current_task() == -1:
+                self._rest.follow_toggles()
             exact = self._needs_exact(chunk)
             if not torch.is_grad_enabled():
                 with self._lent(chunk, exact):
@@ -474,7 +479,7 @@ class Streamer:
         self._placements[group].show(lent)
         lending = _Lending(chunk, opened, self._placements[group])
         lending.lent = lent
-        if self._observing is not None and not exact:
+        if self._observing is not None and not exact and direction is Direction.FORWARD:
             lending.watched = (lent, self._observing.lend(group.weights, lent))
         return lending
 
