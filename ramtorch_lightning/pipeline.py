@@ -41,7 +41,7 @@ from ramtorch_lightning._lightning import (
 )
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.offload import _on_host
-from ramtorch_lightning.publishing import Share, publishing
+from ramtorch_lightning.publishing import Share, publishing, sees_old_gradients, skips_backward
 
 __all__ = ["PipelineStrategy"]
 
@@ -247,11 +247,11 @@ class PipelineStrategy(SingleDeviceStrategy):
         watched = is_overridden("backward", module)  # the user's own backward may scale the loss
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        if first and not _sees_old_gradients(trainer):
+        if first and not sees_old_gradients(trainer):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()  # Lightning will, after this step: two gradients would be in memory until then
         with logs.active():
-            if _skips_backward(trainer):
+            if skips_backward(trainer):
                 outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
                 result = StepResult(outputs, {})
             else:
@@ -350,18 +350,3 @@ class PipelineStrategy(SingleDeviceStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
-
-
-def _skips_backward(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer runs forwards only (to update batch statistics, for example)."""
-    return bool(getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward", False))
-
-
-def _sees_old_gradients(trainer: pl.Trainer) -> bool:
-    """Whether user code may look at the previous batch's gradients before they are zeroed, or zeroes them itself."""
-    names = ("on_before_zero_grad", "optimizer_zero_grad")
-    module = trainer.lightning_module
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(is_overridden(name, module) for name in names) or any(
-        type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks
-    )

@@ -14,8 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ramtorch_core.pipeline import StepResult, join
+from ramtorch_lightning._lightning import is_overridden, pl
 
-__all__ = ["Share", "loss_of", "publishing"]
+__all__ = ["Share", "loss_of", "publishing", "sees_old_gradients", "skips_backward"]
 
 
 class Share:
@@ -91,3 +92,18 @@ def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: 
         return loss
     extras = [{key: value for key, value in outputs[m].items() if key != "loss"} for m in present]
     return {"loss": loss, **join(extras, [sizes[m] for m in present])}
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer runs forwards only (to update batch statistics, for example)."""
+    return bool(getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward", False))
+
+
+def sees_old_gradients(trainer: pl.Trainer) -> bool:
+    """Whether user code may look at the previous batch's gradients before they are zeroed, or zeroes them itself."""
+    names = ("on_before_zero_grad", "optimizer_zero_grad")
+    module = trainer.lightning_module
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(is_overridden(name, module) for name in names) or any(
+        type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks
+    )

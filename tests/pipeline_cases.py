@@ -79,7 +79,8 @@ def run(
 ) -> StepResult:
     """One step with the mean of the microbatches' losses."""
     count = len(inputs)
-    plan = build(schedule, executor.stages.count, count)
+    devices = executor.stages.count // build(schedule, 1, 1).stages
+    plan = build(schedule, devices, count)
     return executor.run(training, inputs, plan, lambda output, m: (loss_of(output) / count, None), **options)
 
 

@@ -10,7 +10,7 @@ from pipeline_cases import WIDTH, Block, Chain, assert_exact, batch, batches, pi
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b"]
+SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
 CUTS = {1: [], 2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
 
 
@@ -19,12 +19,16 @@ def steps(microbatches: int = 3, count: int = 2) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 6])
 def test_every_schedule_with_fewer_and_more_microbatches_than_stages(
     schedule: str, stages: int, microbatches: int
 ) -> None:
     assert_exact(Chain(), CUTS[stages], steps(microbatches), schedule)
+
+
+def test_a_single_stage_is_plain_accumulation() -> None:
+    assert_exact(Chain(), CUTS[1], steps())
 
 
 class Tied(Chain):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ramtorch_core.plan.schedule import build, forward_only
 
 CUTS = ["blocks.1", "blocks.2", "blocks.3"]
-SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b"]
+SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "zbv"]
 
 
 class Noisy(Chain):

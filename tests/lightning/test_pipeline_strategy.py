@@ -27,7 +27,7 @@ def compare(
     return trainer, expected
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "eager_1f1b"])
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "zb_h1", "zbv"])
 def test_training_equals_accumulation_on_one_device(schedule: str) -> None:
     trainer, expected = compare(Model(), pipeline(schedule), gradient_clip_val=0.5)
     for name in ("loss_epoch", "val"):

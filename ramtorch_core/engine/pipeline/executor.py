@@ -1,6 +1,7 @@
 """Runs steps of one module over several devices."""
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -95,9 +96,13 @@ class Executor:
         dice = Dice(step, self._unique)
         turnstile = Turnstile(schedule, recorder)
         state = ThreadState(self._unique)
-        work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice)
+        deferrable = self.stages.deferrable() if schedule.split_backward else None
+        work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)
+        jobs = [lambda: state.run(work.drive)] * _drivers(schedule)
+        if schedule.split_backward:
+            jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]
         try:
-            self._crew.run([lambda: state.run(work.drive)] * _drivers(schedule), turnstile.abort)
+            self._crew.run(jobs, turnstile.abort)
             if turnstile.error is not None:
                 raise turnstile.error
             work.loans.settle()

@@ -21,6 +21,12 @@ _CAST_ONCE = frozenset({
 })  # fmt: skip
 """Calls whose floating-point arguments autocast would cast to its dtype, on the CPU and on CUDA devices alike."""
 
+_SPLIT = frozenset({
+    F.linear, torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, torch.conv_transpose1d,
+    torch.conv_transpose2d, torch.conv_transpose3d,
+})  # fmt: skip
+"""Calls (input, weight, bias, ...) whose weight gradients may be computed after the input's."""
+
 _ANYWHERE = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_, Tensor.backward, torch.autograd.grad})
 """Calls that may meet tensors of several devices or stages."""
 
@@ -45,11 +51,23 @@ class Frontier(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") or func in _ANYWHERE:
             return func(*args, **kwargs)
+        if func in _SPLIT and self._splits(args, kwargs):
+            return self.microbatch.defer(func, args, kwargs)
         if self._has_foreign(args, kwargs):
             args, kwargs = self._localize(name, args, kwargs)
         if func in _CAST_ONCE:
             args, kwargs = self._cast(args, kwargs)
         return func(*args, **kwargs)
+
+    def _splits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call's weights are this stage's and their gradients deferred."""
+        weights = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
+        return (
+            any(map(self.microbatch.may_defer, weights))
+            and all(self.microbatch.may_defer(weight) or not weight.requires_grad for weight in weights)
+            and isinstance(args[0], Tensor)
+            and not isinstance(args[0], torch.nn.Parameter)
+        )
 
     def _has_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         microbatch = self.microbatch

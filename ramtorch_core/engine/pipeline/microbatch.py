@@ -1,12 +1,14 @@
 """The state of one microbatch on its way through the stages; used by its driver thread only."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ramtorch_core.engine.pipeline.crossing import Crossing, Cut
+from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.links import Links, Parcel
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.memory.device import COMPLETE, Device, Event
@@ -43,6 +45,7 @@ class Microbatch:
         devices: per stage.
         known: ids of tensors that were complete before the step began: inputs, parameters, buffers.
         ready: per device, an event after the work that was issued before the step.
+        deferrable: ids of parameters whose gradients are ops of their own; None where backward is whole.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Microbatch:
         homes: dict[int, int],
         known: set[int],
         ready: dict[torch.device, Event],
+        deferrable: frozenset[int] | None = None,
     ) -> None:
         self.index = index
         self.devices = devices
@@ -71,6 +75,8 @@ class Microbatch:
         self._began: list[int] = []
         self._ended: list[Event] = []
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._deferrable = deferrable
+        self.deferrals = None if deferrable is None else [Deferral(self._anchor) for _ in devices]
         self._arrivals: list[dict[int, Arrival]] = [{} for _ in devices]
         self._parcels: dict[tuple[int, int], Parcel] = {}
         self._cuts: list[list[Cut]] = [[] for _ in devices]
@@ -115,7 +121,7 @@ class Microbatch:
         node = tensor.grad_fn
         if node is not None:  # a recompute in the backward numbers its nodes anew, and meets the cuts of its forward
             return id(tensor) in self._arrivals[self.stage] if self.in_backward else node._sequence_nr() < self.low
-        return self.homes.get(id(tensor), self.stage) != self.stage
+        return self.homes.get(id(tensor), self.stage) != self.stage or self.may_defer(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
         """What stands for `tensor` in the current stage, on its device, always the same for the same tensor."""
@@ -123,6 +129,8 @@ class Microbatch:
         if arrived is not None and arrived.is_current(tensor):
             return arrived.local
         if isinstance(tensor, torch.nn.Parameter) and id(tensor) in self.homes:
+            if self.homes[id(tensor)] == self.stage and self.deferrals is not None:
+                return self.deferrals[self.stage].alias(tensor, _sequence_number())
             return self.loans.borrow(tensor, self.stage)
         cut = tensor.requires_grad and self.is_foreign(tensor)
         if tensor.requires_grad and not cut:  # on the wrong device, in the graph of this stage
@@ -147,6 +155,37 @@ class Microbatch:
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` as autocast would pass it to an operation in `dtype`."""
         return self.loans.cast(weight, dtype, self.stage)
+
+    def may_defer(self, value: Any) -> bool:
+        """Whether `value` is a weight of the current stage whose gradient is an op of its own.
+
+        Not under saved-tensor hooks (checkpoints, above all): a second use of what they saved would recompute twice.
+        """
+        return (
+            self._deferrable is not None
+            and id(value) in self._deferrable
+            and self.homes[id(value)] == self.stage
+            and value.requires_grad
+            and torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+
+    def defer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """`func(*args, **kwargs)` with the gradients of its weights deferred."""
+        assert self.deferrals is not None
+        kind = self.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if on else None
+
+        def cast(tensor: Tensor) -> Tensor:
+            if dtype is None or tensor.dtype in (dtype, torch.float64) or not tensor.is_floating_point():
+                return tensor
+            if isinstance(tensor, torch.nn.Parameter):
+                return self.loans.cast_value(tensor, dtype, self.stage)
+            return tensor.to(dtype)
+
+        args = (self.admit(args[0]), *args[1:])
+        return self.deferrals[self.stage].call(func, args, kwargs, cast, self.may_defer, _sequence_number())
 
     def admit(self, tensor: Tensor) -> Tensor:
         """An argument of the module that begins the current stage, on this stage's device."""
@@ -228,6 +267,14 @@ class Bystander:
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight`, which autocast will cast."""
         return weight
+
+    def may_defer(self, value: Any) -> bool:
+        """Never: backward is whole."""
+        return False
+
+    def defer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
 
 
 def _version(tensor: Tensor) -> int:

@@ -17,6 +17,8 @@ GOOD_ENOUGH = 1.1
 WORTH_OPENING = 0.95
 """A finer cut is taken if it makes the slowest stage at most this much of what it was."""
 
+_SPLIT = (nn.Linear, nn.modules.conv._ConvNd)
+
 Cost = Callable[[nn.Module, set[int]], float]
 
 
@@ -59,6 +61,12 @@ class StageMap:
             for buffer in module.buffers(recurse=False):
                 self.homes.setdefault(id(buffer), stage)
                 self.buffers.append(buffer)
+
+    def deferrable(self) -> frozenset[int]:
+        """`id`s of the parameters of linear and convolution modules, whose gradients can be ops of their own."""
+        return frozenset(
+            id(p) for m in self.root.modules() if isinstance(m, _SPLIT) for p in m.parameters(recurse=False)
+        )
 
     @property
     def count(self) -> int:

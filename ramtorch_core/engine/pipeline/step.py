@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.dice import Dice
 from ramtorch_core.engine.pipeline.frontier import Frontier
 from ramtorch_core.engine.pipeline.links import Links
@@ -17,6 +18,7 @@ from ramtorch_core.engine.pipeline.microbatch import Microbatch
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Device, Event
+from ramtorch_core.plan.schedule import Op
 
 __all__ = ["Root", "Step", "current_step"]
 
@@ -50,6 +52,7 @@ class Step:
         links: Links,
         homes: dict[int, int],
         dice: Dice,
+        deferrable: frozenset[int] | None = None,
     ) -> None:
         self.function = function
         self.inputs: list[Any] = list(inputs)
@@ -59,6 +62,8 @@ class Step:
         self.links = links
         self.homes = homes
         self.dice = dice
+        self.deferrable = deferrable
+        self.deferred: dict[tuple[int, int], Deferral] = {}
         self.outputs: list[Any] = [None] * len(self.inputs)
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
         self.loans = Loans(homes, devices, links, self.ready)
@@ -79,6 +84,20 @@ class Step:
             self.turnstile.abort(error)
         finally:
             _driving.current = None
+
+    def weigh(self, ops: Sequence[Op]) -> None:
+        """Run the W ops among `ops`, one device's lane."""
+        try:
+            for op in ops:
+                if op.kind == "W":
+                    self.turnstile.enter("W", op.stage, op.microbatch)
+                    self.devices[op.stage].activate()
+                    self.deferred.pop((op.stage, op.microbatch)).finish()
+                    self.turnstile.leave("W", op.stage, op.microbatch)
+        except Aborted:
+            pass
+        except BaseException as error:
+            self.turnstile.abort(error)
 
     def enter_stage(self, microbatch: Microbatch, stage: int, name: str, arguments: Any) -> Any:
         """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in."""
@@ -101,7 +120,7 @@ class Step:
     def _drive(self, m: int) -> None:
         data, self.inputs[m] = self.inputs[m], None
         known = {id(t) for t in tree_leaves(data) if isinstance(t, Tensor)} | self.homes.keys()
-        microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready)
+        microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.deferrable)
         _driving.current = (self, microbatch)
         with Frontier(microbatch, self._several_devices):
             roots = self._forward(microbatch, data)
@@ -166,7 +185,11 @@ class Step:
             roots += loss
             loss.clear()
         roots += microbatch.owed(stage)
-        roots += self.loans.returned(stage, m)
+        returned = self.loans.returned(stage, m)
+        if microbatch.deferrals is not None:
+            deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
+            returned = deferral.take(returned)
+        roots += returned
         if self._exclusive_backward:
             with self._baton:
                 _run_backward(roots)

@@ -1,0 +1,148 @@
+"""The split backward: the gradient of a call's input now, those of its weights later.
+
+A call such as `linear(x, weight, bias)` is recorded in a small graph of its own, with leaves in place of its arguments.
+The backward of the stage takes the gradient of the input out of it (I), and the op W those of the weights. Autograd's
+own formulas compute both, so they are exact for every such function, with and without autocast.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from typing_extensions import override
+
+__all__ = ["Deferral", "Job"]
+
+
+class Job:
+    """One call: its graph, the gradient of its output once known, and the weights that still wait for theirs."""
+
+    def __init__(self, output: Tensor, x: Tensor | None, weights: list[tuple[Tensor, Tensor]], number: int) -> None:
+        self.output = output
+        self.x = x
+        self.weights = weights
+        """(parameter, the leaf that stood for it)."""
+        self.number = number
+        """Autograd's count at the call: later calls come first in a backward."""
+        self.gradient: Tensor | None = None
+
+    def input_gradient(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input, given that of the output; the weights' can be computed afterwards."""
+        self.gradient = gradient
+        if self.x is None:
+            return None
+        (found,) = torch.autograd.grad(self.output, self.x, gradient, retain_graph=True)
+        self.x = None
+        return found
+
+    def weight_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, gradient in its dtype); frees the graph."""
+        found = torch.autograd.grad(self.output, [leaf for _, leaf in self.weights], self.gradient)
+        return [(p, g.to(p.dtype)) for (p, _), g in zip(self.weights, found, strict=True)]
+
+
+class _Split(torch.autograd.Function):
+    """The call in the graph of the stage."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, job: Job, queue: list[Job]) -> Tensor:
+        ctx.job, ctx.queue = job, queue
+        ctx.set_materialize_grads(False)
+        return job.output.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+        job, queue = ctx.job, ctx.queue
+        ctx.job = ctx.queue = None
+        if gradients[0] is None:
+            return None, None, None, None
+        queue.append(job)
+        return None, job.input_gradient(gradients[0]), None, None
+
+
+class Deferral:
+    """The weight gradients that one microbatch owes in one stage."""
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._anchor = anchor
+        self._queue: list[Job] = []
+        self._deferred: set[int] = set()
+        self._aliases: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._first: dict[int, list[Tensor]] = {}
+
+    def call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cast: Callable[[Tensor], Tensor],
+        owns: Callable[[Any], bool],
+        number: int,
+    ) -> Tensor:
+        """`func(*args, **kwargs)`, the gradients of the weights that it `owns` deferred; `args[0]` is the input."""
+        weights: list[tuple[Tensor, Tensor]] = []
+
+        def leaf(value: Any) -> Any:
+            if not owns(value):
+                return value
+            local = cast(value).detach().requires_grad_()
+            weights.append((value, local))
+            self._deferred.add(id(value))
+            return local
+
+        x = cast(args[0])
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_(x.requires_grad)
+            output = func(inside, *map(leaf, args[1:]), **{key: leaf(value) for key, value in kwargs.items()})
+        job = Job(output, inside if x.requires_grad else None, weights, number)
+        return _Split.apply(self._anchor, x, job, self._queue)  # type: ignore[no-any-return, no-untyped-call]
+
+    def alias(self, parameter: Tensor, number: int) -> Tensor:
+        """What stands for a deferred weight in any other call; its gradient waits with the others."""
+        known = self._aliases.get(id(parameter))
+        leaf = torch.nn.Parameter(parameter.detach()) if known is None else known[1]
+        self._aliases[id(parameter)] = (parameter, leaf, number)
+        return leaf
+
+    def take(self, returned: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Keep the gradients from later stages that belong to weights deferred here; returns the others."""
+        others = []
+        for parameter, gradient in returned:
+            if id(parameter) in self._deferred or id(parameter) in self._aliases:
+                self._first.setdefault(id(parameter), []).append(gradient)
+                self._aliases.setdefault(id(parameter), (parameter, torch.nn.Parameter(parameter.detach()), 0))
+            else:
+                others.append((parameter, gradient))
+        return others
+
+    def finish(self) -> None:
+        """Compute the deferred gradients and add each weight's sum to its `.grad`, through its hooks.
+
+        The terms of a sum are added in the order in which one backward would have added them.
+        """
+        terms: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
+        for parameter, leaf, number in self._aliases.values():
+            found = terms.setdefault(id(parameter), (parameter, []))[1]
+            found += [(1 << 62, gradient) for gradient in self._first.get(id(parameter), [])]
+            if leaf.grad is not None:
+                found.append((number, leaf.grad))
+        for job in self._queue:
+            for parameter, gradient in job.weight_gradients():
+                terms.setdefault(id(parameter), (parameter, []))[1].append((job.number, gradient))
+        sums = []
+        for parameter, found in terms.values():
+            found.sort(key=lambda term: -term[0])  # stable
+            total = None
+            for _, gradient in found:
+                total = gradient if total is None else total + gradient
+            if total is not None:
+                sums.append((parameter, total))
+        if sums:
+            _engine_run_backward(
+                tuple(p for p, _ in sums), tuple(g for _, g in sums), False, False, (),
+                allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
