@@ -127,6 +127,23 @@ def test_a_stage_that_begins_by_changing_its_argument_in_place() -> None:
     assert_exact(model, CUTS[2], steps(4))
 
 
+class Attributes(Chain):
+    """Meets a tensor of an earlier stage first as an attribute or in a conversion."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        first = self.blocks[1](self.blocks[0](x))
+        x = self.blocks[3](self.blocks[2](first))
+        x = x + first.T.T + first.mT.mT + first.to(torch.float64).float() + first.double().to(x) + first.cpu().real
+        out = torch.empty_like(first)
+        out.copy_(first)
+        return F.cross_entropy(self.head(x + out), y)
+
+
+def test_attributes_and_conversions_of_an_earlier_stages_tensor() -> None:
+    assert_exact(Attributes(), CUTS[4], steps(4))
+
+
 class DataDependent(Chain):
     def training_step(self, batch: Any) -> Tensor:
         x, y = batch

@@ -144,6 +144,31 @@ def test_a_stage_entered_out_of_order_or_twice_is_refused_by_name(order: list[in
         run(executor, training_step, batches(2))
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a
+
+
+def test_a_function_that_takes_an_earlier_stages_tensor_unseen_is_refused_not_wrong() -> None:
+    model = Chain()
+
+    def training_step(item: Any) -> Tensor:
+        x, y = item
+        first = model.blocks[0](x)
+        x = model.blocks[3](model.blocks[2](model.blocks[1](first)))
+        return F.cross_entropy(model.head(Square.apply(x, first)), y)
+
+    with pipeline(model, CUTS) as executor, pytest.raises(RamtorchError, match=r"stage 0 met a part .* cut elsewhere"):
+        run(executor, training_step, batches(2))
+
+
 def test_a_loss_with_several_elements_is_refused_like_in_plain_torch() -> None:
     model = Chain()
     with pipeline(model, CUTS) as executor, pytest.raises(RuntimeError, match="scalar"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, Chain, accumulate, assert_same_gradients, batches, pipeline, run
+from pipeline_cases import WIDTH, Block, Chain, accumulate, assert_same_gradients, batches, pipeline, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +161,34 @@ def test_bf16_is_exact_and_casts_each_weight_once_per_step() -> None:
     gradients = len(model.blocks) * len(items)
     assert plain.counts == {torch.bfloat16: gradients, torch.float32: gradients}
     assert pipelined.counts == {torch.bfloat16: len(model.blocks), torch.float32: gradients}
+
+
+def test_bf16_with_autocasts_own_cache_is_exact_also_for_a_weight_used_twice() -> None:
+    class Twice(Chain):
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            for block in self.blocks:
+                x = block(block(x))
+            return F.cross_entropy(self.head(x), y)
+
+    model = Twice()
+    reference = copy.deepcopy(model)
+    items = batches(4)
+    for item in items:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = reference.training_step(item) / 4
+        loss.backward()
+    with pipeline(model, CUTS[1:]) as executor, torch.autocast("cpu", torch.bfloat16):
+
+        def training_step(item: Any) -> Tensor:
+            x, y = item
+            x = model.blocks[1](model.blocks[1](model.blocks[0](model.blocks[0](x))))
+            x = model.blocks[2](x)
+            x = Block.forward(model.blocks[2], x)
+            x = model.blocks[3](x)
+            return F.cross_entropy(model.head(Block.forward(model.blocks[3], x)), y)
+
+        assert_same_gradients(model, reference, run(executor, training_step, items))
 
 
 def test_an_island_without_autocast_gets_the_weights_as_they_are() -> None:

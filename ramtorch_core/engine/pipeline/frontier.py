@@ -27,8 +27,14 @@ _SPLIT = frozenset({
 })  # fmt: skip
 """Calls (input, weight, bias, ...) whose weight gradients may be computed after the input's."""
 
-_ANYWHERE = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_, Tensor.backward, torch.autograd.grad})
-"""Calls that may meet tensors of several devices or stages."""
+_BETWEEN_DEVICES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_})
+"""Calls that may meet tensors of several devices."""
+
+_NO_COMPUTATION = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""Calls to which the stages of their arguments do not matter."""
+
+_VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Attributes whose value has a graph."""
 
 
 class Frontier(TorchFunctionMode):
@@ -49,12 +55,16 @@ class Frontier(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__") or func in _ANYWHERE:
+        if name == "__get__":
+            if getattr(func.__self__, "__name__", "") not in _VIEW_ATTRIBUTES:  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        elif name == "__set__" or func in _NO_COMPUTATION:
             return func(*args, **kwargs)
         if func in _SPLIT and self._splits(args, kwargs):
             return self.microbatch.defer(func, args, kwargs)
-        if self._has_foreign(args, kwargs):
-            args, kwargs = self._localize(name, args, kwargs)
+        one_device = self.several_devices and func not in _BETWEEN_DEVICES
+        if self._has_foreign(args, kwargs, one_device):
+            args, kwargs = self._localize(name, args, kwargs, one_device)
         if func in _CAST_ONCE:
             args, kwargs = self._cast(args, kwargs)
         return func(*args, **kwargs)
@@ -69,9 +79,9 @@ class Frontier(TorchFunctionMode):
             and not isinstance(args[0], torch.nn.Parameter)
         )
 
-    def _has_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any], one_device: bool) -> bool:
         microbatch = self.microbatch
-        device = microbatch.device if self.several_devices else None
+        device = microbatch.device if one_device else None
         for tensor in _tensors(args, kwargs):
             if tensor.requires_grad and microbatch.is_foreign(tensor):
                 return True
@@ -80,16 +90,16 @@ class Frontier(TorchFunctionMode):
         return False
 
     def _localize(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], one_device: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         microbatch = self.microbatch
-        device = microbatch.target(_tensors(args, kwargs)) if self.several_devices else microbatch.device
+        device = microbatch.target(_tensors(args, kwargs)) if one_device else microbatch.device
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         keep: Tensor | None = args[0] if in_place and args and isinstance(args[0], Tensor) else None
         if keep is not None and keep.requires_grad and not keep.is_leaf and microbatch.is_foreign(keep):
             keep = None  # modified in the graph of this stage
         mixed = False
-        if self.several_devices:
+        if one_device:
             found = {t.device for t in _tensors(args, kwargs) if microbatch.owns(t.device)}
             mixed = len(found) > 1
             if keep is not None:

@@ -78,6 +78,7 @@ class Microbatch:
         self._deferrable = deferrable
         self.deferrals = None if deferrable is None else [Deferral(self._anchor) for _ in devices]
         self._arrivals: list[dict[int, Arrival]] = [{} for _ in devices]
+        self._casts: dict[tuple[int, int, bool], Tensor] = {}
         self._parcels: dict[tuple[int, int], Parcel] = {}
         self._cuts: list[list[Cut]] = [[] for _ in devices]
         self._owed: list[list[tuple[Tensor, Parcel]]] = [[] for _ in devices]
@@ -100,6 +101,11 @@ class Microbatch:
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
         self._ended.append(self.links.mark(self.device))
+
+    def end_forward(self) -> None:
+        """All stages have run: what only their forwards share is dropped."""
+        self._casts.clear()
+        self._parcels.clear()
 
     def resume(self, stage: int) -> None:
         """Come back to `stage` for its backward."""
@@ -153,8 +159,13 @@ class Microbatch:
         return self.links.owns(device)
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight` as autocast would pass it to an operation in `dtype`."""
-        return self.loans.cast(weight, dtype, self.stage)
+        """`weight` as autocast passes it to an operation: a node per use, or per microbatch where autocast caches."""
+        if not torch.is_autocast_cache_enabled() or self.in_backward:
+            return self.loans.cast(weight, dtype, self.stage)
+        key = (self.stage, id(weight), torch.is_grad_enabled())
+        if key not in self._casts:
+            self._casts[key] = self.loans.cast(weight, dtype, self.stage)
+        return self._casts[key]
 
     def may_defer(self, value: Any) -> bool:
         """Whether `value` is a weight of the current stage whose gradient is an op of its own.

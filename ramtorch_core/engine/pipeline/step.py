@@ -1,5 +1,6 @@
 """One step: the drivers that take the microbatches through the stages."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -122,9 +123,11 @@ class Step:
         known = {id(t) for t in tree_leaves(data) if isinstance(t, Tensor)} | self.homes.keys()
         microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.deferrable)
         _driving.current = (self, microbatch)
+        torch.clear_autocast_cache()  # as between the microbatches of plain accumulation
         with Frontier(microbatch, self._several_devices):
             roots = self._forward(microbatch, data)
             del data
+            microbatch.end_forward()
             if self.root is not None:
                 for stage in reversed(range(len(self.devices))):
                     self._backward(microbatch, stage, roots)
@@ -190,23 +193,30 @@ class Step:
             deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
             returned = deferral.take(returned)
         roots += returned
-        if self._exclusive_backward:
-            with self._baton:
-                _run_backward(roots)
-        else:
-            _run_backward(roots)
+        with self._baton if self._exclusive_backward else contextlib.nullcontext():
+            _run_backward(roots, stage)
         del roots
         microbatch.settle(stage)
         self.loans.collect(stage, m)
         self.turnstile.leave("B", stage, m)
 
 
-def _run_backward(roots: Roots) -> None:
+def _run_backward(roots: Roots, stage: int) -> None:
     """`torch.autograd.backward`, below the level at which it would switch the frontier off for hooks and recomputes."""
-    if roots:
-        tensors = tuple(tensor for tensor, _ in roots)
-        gradients = tuple(_unit(tensor) if gradient is None else gradient for tensor, gradient in roots)
+    if not roots:
+        return
+    tensors = tuple(tensor for tensor, _ in roots)
+    gradients = tuple(_unit(tensor) if gradient is None else gradient for tensor, gradient in roots)
+    try:
         _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RamtorchError(
+            f"stage {stage} met a part of its graph that has had its backward: either the model frees it itself, or an "
+            "autograd.Function (or an extension) of a later stage got a tensor of this stage without passing through "
+            "the module that begins the later stage. Pass the tensor to that module, or cut elsewhere (stages=[...])"
+        ) from error
 
 
 def _unit(loss: Tensor) -> Tensor:

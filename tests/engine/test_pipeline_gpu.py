@@ -1,0 +1,137 @@
+"""On two GPUs: bits, streams and events, and the placement of everything."""
+
+import copy
+import os
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
+from torch import Tensor, nn
+
+from ramtorch_core.engine.pipeline.runner import PipelineRunner
+
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(120)]
+SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
+
+
+class Scattered(Chain):
+    """Skips, deep supervision, a tied weight, a mask on the labels' device and glue parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.head.weight = nn.Parameter(torch.randn(3, WIDTH))
+        self.register_buffer("cache", torch.rand(WIDTH))
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        kept = []
+        for block in self.blocks:
+            x = block(x + self.cache, mask=(torch.arange(WIDTH, device=y.device) > 2).float())
+            kept.append(x)
+        x = torch.cat([x, kept[0]]).view(2, -1, WIDTH).mean(0) + kept[1]
+        loss = F.cross_entropy(self.head(x) * self.temperature, y) + F.linear(x, self.blocks[0].up.weight).mean()
+        return loss + kept[0].pow(2).mean() + sum(p.pow(2).sum() for p in self.parameters())
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def compare(model: Chain, schedule: str, dtype: torch.dtype | None, slow: bool = False) -> None:
+    reference = copy.deepcopy(model).to("cuda:0")
+    runner = PipelineRunner(model, [0, 1], schedule=schedule)
+    try:
+        for step in range(3):
+            items = [tuple(t.to("cuda:0") for t in item) for item in batches(5, 3, seed=step)]
+            for p in reference.parameters():
+                p.grad = None
+            with torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False):
+                expected = accumulate(reference, reference.training_step, items)
+                if slow:
+                    for device in (0, 1):
+                        with torch.cuda.device(device):
+                            torch.cuda._sleep(int(2e7))
+                ours = [tuple(t.to(runner.root_device) for t in item) for item in items]
+                result = runner.train(
+                    model.training_step, ours, lambda output, m: (loss_of(output) / 5, None), step=step
+                )
+            for a, b in zip(result.outputs, expected, strict=True):
+                assert torch.equal(a.cpu(), b.cpu())
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert result.gradients[p].device == p.device
+                assert torch.equal(result.gradients[p].cpu(), q.grad.cpu()), name
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                    p -= 0.1 * result.gradients[p]
+                    q -= 0.1 * q.grad
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_two_gpus_equal_one(schedule: str, dtype: torch.dtype | None) -> None:
+    compare(Scattered(), schedule, dtype)
+
+
+@pytest.mark.parametrize("schedule", ["staggered_1b1f", "zb_h1"])
+def test_copies_wait_for_slow_kernels_and_on_the_callers_own_streams(schedule: str) -> None:
+    """A kernel that sleeps on either device shows every missing event; the caller computes on side streams."""
+    streams = [torch.cuda.Stream(device) for device in (0, 1)]
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+        compare(Scattered(), schedule, None, slow=True)
+
+
+def test_dropout_is_exact_against_the_sequential_schedule() -> None:
+    found = []
+    for schedule in ("sequential", "eager_1f1b"):
+        torch.manual_seed(0)
+        model = Chain(8, dropout=0.5)
+        runner = PipelineRunner(model, [0, 1], schedule=schedule)
+        try:
+            items = [tuple(t.to("cuda:1") for t in item) for item in batches(6)]
+            result = runner.train(model.training_step, items, lambda loss, m: (loss / 6, None))
+            found.append([g.cpu() for g in result.gradients.values()])
+        finally:
+            runner.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_whole_model_can_be_called_outside_a_step() -> None:
+    model = Scattered()
+    reference = copy.deepcopy(model).to("cuda:0")
+    runner = PipelineRunner(model, [0, 1])
+    try:
+        item = batches(1)[0]
+        with runner.transparent():
+            loss = model.training_step(tuple(t.to("cuda:1") for t in item))
+            loss.backward()
+        reference.training_step(tuple(t.to("cuda:0") for t in item)).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
+    finally:
+        runner.close()
+
+
+def test_memory_does_not_grow_from_step_to_step() -> None:
+    model = Chain(8)
+    runner = PipelineRunner(model, [0, 1])
+    try:
+        items = [tuple(t.to("cuda:1") for t in item) for item in batches(6, 64)]
+        seen = []
+        for _ in range(6):
+            runner.train(model.training_step, items, lambda loss, m: (loss / 6, None))
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+            seen.append([torch.cuda.memory_allocated(d) for d in (0, 1)])
+        assert seen[2:] == [seen[2]] * 4
+    finally:
+        runner.close()
