@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils._pytree import tree_leaves
 
 from ramtorch_core.engine.census import Chunk
@@ -20,8 +21,8 @@ Visit = Callable[[Callable[..., Any], "Chunk | None", Any, Any], Any]
 class ChunkForward:
     """Stands in for a module's `forward`, as an attribute of the instance, until `remove`.
 
-    A copy or a pickle of the module gets its class's plain forward and computes with its own weights. Compilers do not
-    look into it, but compile what it calls.
+    A copy or a pickle of the module gets its class's plain forward and computes with its own weights. A compiler that is
+    active does not see what the engine does, but compiles the user's forward, in a recompute too.
     """
 
     def __init__(self, module: nn.Module, visit: Visit, chunk: Chunk | None) -> None:
@@ -31,7 +32,13 @@ class ChunkForward:
         module.__dict__["forward"] = ForwardWrapper(module, torch._dynamo.disable(self._call, recursive=False), self._had)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.visit(self._inner, self.chunk, args, kwargs)
+        compiler = set_eval_frame(None)
+        if compiler is None:
+            return self.visit(self._inner, self.chunk, args, kwargs)
+        try:
+            return self.visit(_compiled_by(compiler, self._inner), self.chunk, args, kwargs)
+        finally:
+            set_eval_frame(compiler)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -39,6 +46,19 @@ class ChunkForward:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._had
+
+
+def _compiled_by(compiler: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, run under a compiler that is not active where it is called from."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(compiler)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    return call
 
 
 class ForwardWrapper:
