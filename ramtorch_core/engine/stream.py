@@ -163,6 +163,8 @@ class Streamer:
         self._placements = {group: Placement(group.weights) for group in self.groups}
         self._loans: dict[WeightGroup, weakref.WeakSet[Loan]] = {group: weakref.WeakSet() for group in self.groups}
         self._rest = Rest(self.census.copies, self.device, self)
+        everything = (*self.groups, self._rest.group)
+        self._weights = {weight.parameter: weight for group in everything for weight in group.weights}
         self._saved = SavedTensors(self._locate, self._slot_for_backward, self.device.torch)
 
     def _entry_children(self) -> list[nn.Module]:
@@ -432,6 +434,9 @@ class Streamer:
                 yield
             return
         self.open_backward(chunk)
+        if self.census.chunks[chunk.index].group is None:  # only chunks inside of it stream
+            yield
+            return
         lending, self._backward = self._backward, None  # other chunks that run inside must not end this visit
         if lending is None or lending.opened is None:
             yield
@@ -552,6 +557,11 @@ class Streamer:
     def enter_backward(self) -> BackwardTask | None:
         """A sign of a backward: take part in it until it ends."""
         identifier = current_task()
+        if self.closed:
+            raise RamtorchError(
+                "the engine was closed before this backward: the weights that its graph refers to are no longer on the "
+                "device. Run backward first, and close() afterwards."
+            )
         if identifier == -1:
             return None
         task = self._tasks.get(identifier)
@@ -675,15 +685,24 @@ class Streamer:
         self._epoch += 1
         self._forced = self._epoch
 
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: its parameters were written, though fused kernels do not count versions."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._weights:
+                    self._weights[parameter].touch()
+        if self._depth:
+            with torch._C.DisableTorchFunction():
+                self._rest.refresh()
+            self.invalidate()
+
     def _after_optimizer_step(self) -> Callable[..., None]:
         reference = weakref.ref(self)
 
-        def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             streamer = reference()
-            if streamer is not None and not streamer.closed and streamer._depth:
-                with torch._C.DisableTorchFunction():
-                    streamer._rest.refresh()
-                streamer.invalidate()
+            if streamer is not None and not streamer.closed:
+                streamer.note_step(optimizer)
 
         return after
 
