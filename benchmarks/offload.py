@@ -1,0 +1,152 @@
+"""One system on the reference work through the Trainer: time per phase, peak memory, losses.
+
+    python benchmarks/offload.py resident|streamed [--batch 8 --seq 2048 --steps 5 --activations checkpoint ...]
+
+`resident` is the ordinary Trainer with user-side checkpointing, `streamed` is OffloadStrategy on the same module. Both
+print one JSON object. Forward and backward are timed apart from the optimizer, with the device synchronised in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import resource
+import statistics
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from reference import build, loss_function, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+from ramtorch_lightning import OffloadStrategy
+
+WARM_UP = 2
+
+
+class Stack(L.LightningModule):
+    """The stack; `checkpointed` recomputes each module's activations, as a user of the plain Trainer would."""
+
+    def __init__(self, layers: int, width: int, checkpointed: bool, learn: bool) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(build(layers, width))
+        self.checkpointed, self.learn = checkpointed, learn
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.net:
+            x = checkpoint(module, x, use_reentrant=False) if self.checkpointed and self.training else module(x)
+        return x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
+        return loss_function(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
+        return self(batch[0])[:, -1].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if not self.learn:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class Clock(L.Callback):
+    """Seconds of forward and backward, of the optimizer, and of prediction, per batch."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, list[float]] = {"forward_backward": [], "optimizer": [], "predict": []}
+        self.losses: list[float] = []
+        self.start = 0.0
+
+    def _lap(self, phase: str | None) -> None:
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        if phase is not None:
+            self.phases[phase].append(now - self.start)
+        self.start = now
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._lap(None)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._lap("forward_backward")
+
+    def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        self._lap("optimizer")
+        self.losses.append(float(outputs["loss"]))
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._lap(None)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self._lap("predict")
+
+
+class Quiet(OffloadStrategy):
+    """The clock above neither reads nor writes weights, so it costs no extra casts."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        self.streamer.conservative = False
+
+
+def main() -> None:
+    arguments = parse()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    streamed = arguments.system == "streamed"
+    module = Stack(arguments.layers, arguments.width, not streamed and arguments.activations == "checkpoint", arguments.learn)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    strategy: Any = "auto"
+    if streamed:
+        strategy = Quiet(
+            window=arguments.window, pin=arguments.pin, activations=arguments.activations, host_memory=arguments.host_memory
+        )
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="gpu", devices=1, strategy=strategy, precision="bf16-mixed", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+    )  # fmt: skip
+    data = TensorDataset(*tokens(arguments.batch, arguments.seq))
+    loader = DataLoader(ConcatDataset([data] * arguments.steps), batch_size=arguments.batch)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.fit(module, loader)
+    peak = torch.cuda.max_memory_allocated()
+    trainer.predict(module, loader)
+    medians = {name: statistics.median(laps[WARM_UP:]) for name, laps in clock.phases.items() if len(laps) > WARM_UP}
+    report = {
+        "system": arguments.system,
+        "arguments": vars(arguments),
+        "parameters": parameters,
+        "median_seconds": medians,
+        "seconds": clock.phases,
+        "losses": clock.losses,
+        "peak_device_gb": peak / 1e9,
+        "peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "lightning": L.__version__},
+    }
+    print(json.dumps(report))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=["resident", "streamed"])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--pin", type=int, default=0)
+    parser.add_argument("--activations", choices=["checkpoint", "keep"], default="checkpoint")
+    parser.add_argument("--host-memory", type=int, default=110 << 30, help="bytes of RAM that may be used")
+    parser.add_argument("--learn", action=argparse.BooleanOptionalAction, default=True, help="AdamW, or a learning rate of 0")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
