@@ -124,7 +124,12 @@ def take_census(
             result[index].parameters.append(entry.parameter)
             if result[index].resident:
                 continue
+        before_forward = index is not None and any(
+            module is result[index].module and module._forward_pre_hooks for module, _ in entry.sites
+        )
         reason = _reason_for_copy(entry, index, outer, resident_below, also_copies)
+        if reason is None and before_forward:
+            reason = "read by a hook before its chunk's forward"
         if reason is None and index is not None:
             streamed.setdefault(index, []).append(weight)
         else:

@@ -56,6 +56,7 @@ class Follower:
         self._beginning: _Beginning | None = None
         self._previous: object = None
         self._learned: dict[_Beginning, TransferPlan] = {}
+        self._successor: dict[object, TransferPlan] = {}
 
     def open(self, group: WeightGroup, direction: Direction) -> OpenVisit:
         """Begin a visit: afterwards the current stream may read the group's weights in the visit's slot.
@@ -70,7 +71,8 @@ class Follower:
         if position == 0:
             self._beginning = (self._previous, visit, torch.is_grad_enabled())
             likely = self._learned.get(self._beginning) or self._learned.get((None, *self._beginning[1:]))
-            self._plan, self._issued = likely, 0
+            if likely is None or likely is not self._plan:  # else it was begun by `prefetch`
+                self._plan, self._issued = likely, 0
         self.visits.append(visit)
         self.visited.add(group.index)
         self._ended.append(False)
@@ -115,10 +117,17 @@ class Follower:
         if self._beginning is not None:
             known = self._learned.get(self._beginning)
             if known is None or known.itinerary != itinerary:
-                self._learned[self._beginning] = plan_transfers(itinerary, len(self.window.slots))
+                known = self._learned[self._beginning] = plan_transfers(itinerary, len(self.window.slots))
+            self._successor[self._beginning[0]] = known
         self._previous = (itinerary[0], len(itinerary))
         self.last = (itinerary, tuple(self.transfers))
         self._clear()
+
+    def prefetch(self) -> None:
+        """Between two steps: start the copies that the next one needs first, if it is like the last that came here."""
+        if not self.visits and self._plan is None:
+            self._plan, self._issued = self._successor.get(self._previous), 0
+            self._issue()
 
     def abandon_step(self) -> None:
         """The step failed: close what is open and learn nothing."""
@@ -141,6 +150,10 @@ class Follower:
             slot = self.window.slots[plan.slot_of_visit[position]]
             self._freshen(self.groups[visit.chunk])
             if slot.group is self.groups[visit.chunk]:
+                return slot
+            if not slot.in_use:  # written since it was copied
+                self._load(Transfer(visit.chunk, slot.index, needed_by=position, after=position - 1))
+                self.on_demand += 1
                 return slot
         self._plan = None
         return None

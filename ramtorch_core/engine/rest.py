@@ -25,13 +25,14 @@ class Rest:
     """
 
     def __init__(self, weights: Sequence[Weight], device: Device, collector: Collector) -> None:
-        self.group = WeightGroup(-1, "tensors that stay", weights)
+        self.group = WeightGroup(-1, "tensors that stay", weights, sampled=False)
         self.device, self._collector = device, collector
         self._placement = Placement(weights)
         self._views: list[Tensor] = []
-        self._lent: list[Tensor] | None = None
+        self._lent: list[Tensor] = []
         self._buffer = torch.empty(0)
         self._requires_grad: list[bool] = []
+        self._recurrent: list[int] = []
         self.users = 0
 
     @property
@@ -45,7 +46,6 @@ class Rest:
         with torch.no_grad(), torch.inference_mode(False):
             self._buffer = torch.empty(self.group.nbytes, dtype=torch.uint8, device=self.device.torch)
             self._views = [self._own_version(weight.view(self._buffer)) for weight in self.group.weights]
-            self._flatten_recurrent()
         self._copy(self.group.weights)
 
     def enter(self) -> None:
@@ -82,13 +82,15 @@ class Rest:
             self.users = 1
             self.leave()
         self.group.release()
-        self._views, self._lent, self._buffer = [], None, torch.empty(0)
+        self._views, self._lent, self._recurrent, self._buffer = [], [], [], torch.empty(0)
 
     def _tensors(self) -> list[Tensor]:
-        if self._lent is None or self._stale_graph():
+        if not self._lent or self._stale_graph():
             with torch.inference_mode(False), torch.enable_grad():
                 self._lent = lend(self.group, self._views, self._collector)
             self._requires_grad = [weight.parameter.requires_grad for weight in self.group.weights]
+            # cuDNN moves the weights of a recurrent module to one buffer in its own layout, once it has seen them.
+            self._recurrent = [i for i, w in enumerate(self.group.weights) if isinstance(w.sites[0][0], nn.RNNBase)]
         return self._lent
 
     def _stale_graph(self) -> bool:
@@ -102,10 +104,8 @@ class Rest:
         with torch.no_grad():
             self._buffer.copy_(arena.flat, non_blocking=True)
             self.group.copied = self.device.record()
-            if self._recurrent_views:
-                for weight, view in zip(self.group.weights, self._views, strict=True):
-                    if weight in self._recurrent_views:
-                        view.copy_(weight.shadow, non_blocking=True)
+            for index in self._recurrent:
+                self._lent[index].data.copy_(self.group.weights[index].shadow, non_blocking=True)
             if count:
                 changed_set = set(changed)
                 for weight, view in zip(self.group.weights, self._views, strict=True):
@@ -116,25 +116,3 @@ class Rest:
         """The same memory, with a version counter of its own."""
         alias = torch.empty(0, dtype=view.dtype, device=view.device)
         return alias.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
-
-    def _flatten_recurrent(self) -> None:
-        """cuDNN wants the weights of a recurrent module in one buffer of its own layout: give them that."""
-        self._recurrent_views: set[Weight] = set()
-        if not self.device.asynchronous:
-            return
-        position = {id(weight.parameter): i for i, weight in enumerate(self.group.weights)}
-        modules = {m for weight in self.group.weights for m, _ in weight.sites if isinstance(m, nn.RNNBase)}
-        for module in modules:
-            masters = module._flat_weights
-            indices = [position[id(master)] for master in masters if id(master) in position]
-            if len(indices) != len(masters):
-                continue
-            views = [self._views[i].clone() for i in indices]
-            module.__dict__["_flat_weights"] = views
-            try:
-                module.flatten_parameters()
-            finally:
-                module.__dict__["_flat_weights"] = masters
-            for i, view in zip(indices, views, strict=True):
-                self._views[i] = view
-                self._recurrent_views.add(self.group.weights[i])

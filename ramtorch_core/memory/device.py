@@ -72,8 +72,8 @@ class Device:
         return f"Device({str(self.torch)!r})"
 
     def stream(self) -> Stream | None:
-        """A new stream that does not wait for the default stream."""
-        return torch.cuda.Stream(self.torch) if self.asynchronous else None
+        """A new stream for copies, whose small kernels go before those of compute that wait for a free processor."""
+        return torch.cuda.Stream(self.torch, priority=-1) if self.asynchronous else None
 
     def current_stream(self) -> Stream | None:
         """The stream on which the calling thread computes now."""

@@ -74,9 +74,8 @@ class _Book:
 
     def forget_withdrawn(self) -> None:
         """Reuse the regions whose `.grad` the user set to None, unless somebody still holds one."""
-        for weight, gradient in list(self.gradients.items()):
-            if not gradient.pending and weight.parameter.grad is not gradient.host:
-                del self.gradients[weight]
+        kept = {w: g for w, g in self.gradients.items() if g.pending or w.parameter.grad is g.host}
+        self.gradients = kept
         if self.arena is not None and self.arena.tensors_alive() > len(self.gradients):
             self.arena = None
 

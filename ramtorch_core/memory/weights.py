@@ -72,10 +72,15 @@ class Weight:
         """Whether a module no longer has the master under the name under which it was found."""
         return any(module._parameters.get(name) is not self.parameter for module, name in self.sites)
 
-    def note(self) -> None:
-        """Remember the master as it is now."""
+    def touch(self) -> None:
+        """The master was written, whether or not that can be seen."""
+        self.version = -1
+
+    def note(self, *, sample: bool) -> None:
+        """Remember the master as it is now, and with `sample` some of its values."""
         self.version, self.home = self.parameter._version, self.parameter.data
-        self.sample = self._take_sample()
+        if sample:
+            self.sample = self._take_sample()
 
     def _take_sample(self) -> Tensor:
         count = self.parameter.numel()
@@ -98,10 +103,11 @@ class WeightGroup:
         index: position among the groups of a module tree.
         name: of the chunk, for messages and tables.
         weights: none may be in another group.
+        sampled: keep samples of the values, so that `refresh(look=True)` can be asked.
     """
 
-    def __init__(self, index: int, name: str, weights: Iterable[Weight]) -> None:
-        self.index, self.name = index, name
+    def __init__(self, index: int, name: str, weights: Iterable[Weight], *, sampled: bool = True) -> None:
+        self.index, self.name, self.sampled = index, name, sampled
         self.weights: list[Weight] = list(weights)
         self.nbytes = 0
         self.arena: Arena | None = None
@@ -134,7 +140,7 @@ class WeightGroup:
                     master.data = weight.shadow
                 elif was_at_home:
                     master.data = master.data.clone()
-                weight.note()
+                weight.note(sample=self.sampled)
                 offset += aligned(weight.nbytes)
         self.arena, self.nbytes = arena, nbytes
 
@@ -165,7 +171,7 @@ class WeightGroup:
                 elif _storage(master) != _storage(weight.shadow):
                     weight.shadow.copy_(master)
                     master.data = weight.shadow
-                weight.note()
+                weight.note(sample=self.sampled)
         return list(stale)
 
     def release(self) -> None:

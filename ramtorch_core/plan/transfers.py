@@ -59,9 +59,7 @@ def farthest_next_use(states: Sequence[SlotState]) -> int:
     return max(states, key=lambda state: (state.next_use, -state.last_use, -state.slot)).slot
 
 
-def plan_transfers(
-    itinerary: Sequence[Visit], slots: int, evict: EvictionRule = farthest_next_use
-) -> TransferPlan:
+def plan_transfers(itinerary: Sequence[Visit], slots: int, evict: EvictionRule = farthest_next_use) -> TransferPlan:
     """The transfers that serve `itinerary` from `slots` empty slots.
 
     A visit whose chunk is still in a slot needs no transfer. Costs O(visits x slots).
