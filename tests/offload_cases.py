@@ -162,7 +162,6 @@ def state_of(trainer: pl.Trainer, model: Any) -> dict[str, Any]:
         "seen": getattr(model, "seen", None),
         "callback metrics": dict(trainer.callback_metrics),
         "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "random": torch.get_rng_state(),
     }
@@ -184,7 +183,7 @@ def fit(build: Callable[[], Any], strategy: Any = "auto", plugins: Callable[[], 
 
 
 def compare_fits(build: Callable[[], Any], *, strategy: dict[str, Any] | None = None, **options: Any) -> Run:
-    """Losses, logs, weights, gradients, optimizer state and random numbers of a streamed fit equal the plain one's."""
+    """Losses, logs, weights, optimizer state and random numbers of a streamed fit equal the plain one's."""
     expected = fit(build, **options)
     found = fit(build, Watched(**(strategy or {})), **options)
     assert_same(found.record, expected.record)

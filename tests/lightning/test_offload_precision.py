@@ -50,7 +50,9 @@ def test_kinds_of_layers_train_the_same_in_every_precision(precision: Any) -> No
 
 
 def scaler(initial: float = 2.0**10) -> list[Any]:
-    return [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=3))]
+    return [
+        MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=3))
+    ]
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
