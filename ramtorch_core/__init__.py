@@ -4,11 +4,12 @@
 """
 
 from ramtorch_core.engine.activations import offload_checkpoint
-from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.census import ChunkRow, format_rows
+from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
+from ramtorch_core.pipeline import Pipeline, PipelineModel, PipelineResult
 
 __all__ = [
     "ChunkRow",
@@ -17,6 +18,9 @@ __all__ = [
     "HostMemoryError",
     "OffloadModel",
     "OffloadResult",
+    "Pipeline",
+    "PipelineModel",
+    "PipelineResult",
     "PlanError",
     "RamtorchError",
     "Streamer",

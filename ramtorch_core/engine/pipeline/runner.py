@@ -103,9 +103,11 @@ class PipelineRunner:
         *,
         accumulate: bool = False,
         step: int = 0,
+        schedule: Schedule | None = None,
     ) -> StepResult:
-        """Forward and backward of all microbatches; see `Executor.run`."""
-        return self._executor.run(function, inputs, self.plan(len(inputs)), root, accumulate=accumulate, step=step)
+        """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
+        plan = schedule or self.plan(len(inputs))
+        return self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step)
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""

@@ -23,10 +23,11 @@ from ramtorch_core.plan.schedule import Op
 
 __all__ = ["Root", "Step", "current_step"]
 
-Root: TypeAlias = Callable[[Any, int], "tuple[Tensor, Tensor | None] | None"]
-"""(output of the function, microbatch) -> (tensor to start backward from, its gradient or None for a scalar)."""
-
 Roots: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
+"""Tensors from which backward starts, each with its gradient, or None for a scalar."""
+
+Root: TypeAlias = Callable[[Any, int], "tuple[Tensor, Tensor | None] | Roots | None"]
+"""(output of the function, microbatch) -> where its backward starts: one pair, several, or nowhere."""
 
 _driving = threading.local()
 
@@ -150,7 +151,8 @@ class Step:
         if self.root is not None:
             output = tree_map_only(Tensor, Tensor.detach, output)
         self.outputs[m] = output
-        return [root] if root is not None and root[0].requires_grad else []
+        roots = root if isinstance(root, list) else [root] if root is not None else []
+        return [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
 
     def _begin_forward(self, microbatch: Microbatch, stage: int) -> None:
         self.turnstile.enter("F", stage, microbatch.index)
