@@ -159,7 +159,7 @@ class OffloadModel(nn.Module):
             device=device,
             chunks=distinct,
             window=window,
-            pin=pin if pin_layers is None else [distinct.index(modules[i]) for i in pin_layers],
+            pin=pin if pin_layers is None else _pinned(pin_layers, modules, distinct),
             activations="keep" if keep_activations is True else "checkpoint",
             **options,
         )
@@ -256,6 +256,14 @@ class OffloadModel(nn.Module):
             if parameter.grad is not None:
                 self._device_grads[parameter] = parameter.grad
             parameter.grad = grad
+
+
+def _pinned(layers: Sequence[int], modules: Sequence[nn.Module], distinct: Sequence[nn.Module]) -> list[int]:
+    """The positions among `distinct` of the chunks that have weights to pin."""
+    for layer in layers:
+        if not 0 <= layer < len(modules):
+            raise ConfigurationError(f"pin_layers: {layer} is out of range for {len(modules)} chunks")
+    return [position for position, chunk in enumerate(distinct) if any(modules[layer] is chunk for layer in layers)]
 
 
 def _backward(output: Any, grads: Any) -> None:
