@@ -57,7 +57,7 @@ class Device:
     def __init__(self, device: torch.device | str | int) -> None:
         resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.fake = detect_fake_mode() is not None
-        if resolved.type not in ("cpu", "cuda"):
+        if resolved.type not in ("cpu", "cuda") and not self.fake:
             raise ConfigurationError(f"device '{resolved}' is not supported: use 'cpu' or 'cuda:<index>'")
         if resolved.type == "cuda" and not self.fake:
             count = torch.cuda.device_count()
