@@ -31,7 +31,7 @@ from ramtorch_lightning.refusals import (
     check_single_process,
     devices_were_automatic,
 )
-from ramtorch_lightning.writers import may_write_every_batch
+from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
 
 
 class OffloadStrategy(SingleDeviceStrategy):
@@ -143,6 +143,9 @@ class OffloadStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         check_single_process("OffloadStrategy")
         check_precision(self.precision_plugin)
+        if self.lightning_module is not None:
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                keep_average_on_host(callback)
         super().setup_environment()
 
     # ------------------------------------------------------------------ set-up and end

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from ramtorch_lightning._lightning import is_overridden, pl
 
 _HOOKS_PER_BATCH = (
@@ -46,3 +48,13 @@ def _may_write(callback: pl.Callback) -> bool:
     own = kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "ramtorch_lightning")
     names = {base.__name__ for base in kind.__mro__}
     return not own or bool(names & (_WRITING_CALLBACKS | _LISTENING_CALLBACKS))
+
+
+def keep_average_on_host(callback: pl.Callback) -> None:
+    """Let weight averaging build its second model where the weights are, on the host, unless it was told where.
+
+    By default it takes the module's device, which would then have to hold the whole model.
+    """
+    averages = any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
+    if averages and getattr(callback, "_device", "unknown") is None:
+        callback._device = torch.device("cpu")  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from ramtorch_core.engine.modules import ChunkForward, move_buffers, tensors_in
 from ramtorch_core.engine.observe import Observer, Use, is_compiled
 from ramtorch_core.engine.rest import Rest
 from ramtorch_core.engine.saved import SavedTensors
+from ramtorch_core.engine.tracing import is_tracing, trace_call
 from ramtorch_core.errors import HostMemoryError, RamtorchError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
@@ -363,6 +364,8 @@ class Streamer:
         """The forward of the root, or of a child that is called directly."""
         if self.closed:
             return inner(*args, **kwargs)
+        if is_tracing():
+            return trace_call(inner, self._weights.values(), self.device.torch, args, kwargs)
         with self.scope():
             if self._entered == 0 and self._depth > 1 and current_task() == -1:
                 self._new_epoch()
@@ -382,6 +385,8 @@ class Streamer:
         assert chunk is not None
         if self.closed:
             return inner(*args, **kwargs)
+        if is_tracing():
+            return trace_call(inner, self._weights.values(), self.device.torch, args, kwargs)
         with self.scope():
             if self._entered == 0 and self._depth > 1 and current_task() == -1:
                 self._rest.follow_toggles()
