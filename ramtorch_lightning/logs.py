@@ -50,6 +50,9 @@ class LogCapture:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, `module.log` (and `log_dict`, which calls it) is captured."""
+        if len(self._sizes) == 1:  # the one call that Lightning expects
+            yield
+            return
         object.__setattr__(self._module, "log", self._log)
         try:
             yield
@@ -81,10 +84,12 @@ class LogCapture:
             raise TypeError(f"log() takes at most {2 + len(_POSITIONAL)} positional arguments")
         options = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         index: int | None = getattr(_current, "index", None)
-        if index is None:  # a thread of the user's, or a hook outside the step
+        trainer = self._module._trainer
+        if index is None or (trainer is not None and trainer._results is None):
+            # A thread of the user's, or a step that cannot log: Lightning says so.
             type(self._module).log(self._module, name, value, **options)
             return
-        _check(name, value)
+        _check(name, value, value)
         if not options.get("enable_graph"):
             value = _detach(value)
         with self._lock:
@@ -102,20 +107,19 @@ _POSITIONAL = (
 """The parameters of `LightningModule.log` after name and value."""
 
 
-def _check(name: Any, value: Any) -> None:
+def _check(name: Any, value: Any, whole: Any) -> None:
     if isinstance(value, dict):
         for item in value.values():
             if isinstance(item, dict):
-                raise ValueError(f"`self.log({name}, ...)` cannot log nested dictionaries")
-            _check(name, item)
+                raise ValueError(f"`self.log({name}, {whole})` was called, but nested dictionaries cannot be logged")
+            _check(name, item, whole)
     elif not isinstance(value, numbers.Number | Metric | Tensor):
-        raise ValueError(
-            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
-        )
+        kind = type(value).__name__
+        raise ValueError(f"`self.log({name}, {whole})` was called, but `{kind}` values cannot be logged")
     elif isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
-            f"`self.log({name}, ...)` was called with a tensor of {value.numel()} elements, but a logged tensor must "
-            f"have one: try `.mean()`"
+            f"`self.log({name}, {whole})` was called, but a logged tensor must have one element, not {value.numel()}: "
+            f"try `.mean()`"
         )
 
 

@@ -41,7 +41,7 @@ from ramtorch_lightning._lightning import (
 )
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.offload import _on_host
-from ramtorch_lightning.publishing import Share, publishing, sees_old_gradients, skips_backward
+from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
 
 __all__ = ["PipelineStrategy"]
 
@@ -74,9 +74,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         device_weights: relative speed of the devices, for the automatic split.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
-        accelerator: passed on to Lightning.
-        checkpoint_io: passed on to Lightning.
-        precision_plugin: passed on to Lightning.
+        accelerator, checkpoint_io, precision_plugin: passed on to Lightning.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -248,8 +246,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if first and not sees_old_gradients(trainer):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()  # Lightning will, after this step: two gradients would be in memory until then
+            drop_gradients(self.optimizers)
         with logs.active():
             if skips_backward(trainer):
                 outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)

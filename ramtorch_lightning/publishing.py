@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ramtorch_core.pipeline import StepResult, join
 from ramtorch_lightning._lightning import is_overridden, pl
 
-__all__ = ["Share", "loss_of", "publishing", "sees_old_gradients", "skips_backward"]
+__all__ = ["Share", "drop_gradients", "loss_of", "publishing", "sees_old_gradients", "skips_backward"]
 
 
 class Share:
@@ -97,6 +98,15 @@ def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: 
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether the Trainer runs forwards only (to update batch statistics, for example)."""
     return bool(getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "_skip_backward", False))
+
+
+def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Free gradients that will be zeroed after the step anyway; there would be two in memory until then."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
 
 def sees_old_gradients(trainer: pl.Trainer) -> bool:

@@ -118,7 +118,7 @@ def test_a_name_that_only_some_microbatches_log_is_averaged_over_those() -> None
 
 def test_a_logged_tensor_is_taken_at_the_time_of_the_call() -> None:
     module = Loop()
-    capture = LogCapture(module, [1])
+    capture = LogCapture(module, [1, 1])
     value = torch.zeros(())
     with capture.active(), capture.microbatch(0):
         module.log("a", value)
@@ -130,14 +130,14 @@ def test_a_logged_tensor_is_taken_at_the_time_of_the_call() -> None:
 @pytest.mark.parametrize("value", ["text", {"a": {"b": 1}}, torch.zeros(2), None, nn.Identity()])
 def test_a_value_that_cannot_be_logged_is_refused_in_the_call(value: Any) -> None:
     module = Loop()
-    capture = LogCapture(module, [1])
+    capture = LogCapture(module, [1, 1])
     with capture.active(), capture.microbatch(0), pytest.raises(ValueError, match=r"self\.log\(bad"):
         module.log("bad", value)
 
 
 def test_positional_arguments_of_log_keep_their_meaning() -> None:
     module = Loop()
-    capture = LogCapture(module, [1])
+    capture = LogCapture(module, [1, 1])
     with capture.active(), capture.microbatch(0):
         module.log("a", 1.0, True, False)
     capture.replay()
@@ -146,7 +146,7 @@ def test_positional_arguments_of_log_keep_their_meaning() -> None:
 
 def test_the_module_is_left_without_an_attribute_of_its_own() -> None:
     module = Loop()
-    with LogCapture(module, [1]).active():
+    with LogCapture(module, [1, 1]).active():
         assert "log" in vars(module)
     assert "log" not in vars(module)
     assert len(dataset()) == 32
