@@ -10,5 +10,6 @@
 | `loans.py` | weights used away from home, and weights cast once per step |
 | `deferred.py` | the split backward: weight gradients as ops of their own |
 | `dice.py` | random numbers that depend on step, microbatch and stage, not on timing |
-| `executor.py` | one step: from microbatches to outputs and gradients |
+| `step.py`, `executor.py` | one step: from microbatches to outputs and gradients |
+| `split.py`, `runner.py`, `steps.py` | microbatches; a module with devices and schedules; gradients that wait |
 """
