@@ -35,6 +35,7 @@ class _Gradient:
     arena: Arena
     offset: int
     pending: bool = True
+    withdrawn: bool = False  # it is no longer `.grad` until the sum has arrived
     wide: Tensor | None = None
     version: int = 0
 
@@ -123,7 +124,8 @@ class Gradients:
         book = self._books.get(group)
         if book is None:
             book = self._books[group] = _Book(group, self.device)
-        book.admit(w for w, grad in zip(group.weights, grads, strict=True) if grad is not None or w.parameter.requires_grad)
+        pairs = zip(group.weights, grads, strict=True)
+        book.admit(weight for weight, grad in pairs if grad is not None or weight.parameter.requires_grad)
         book.forget_withdrawn()
         with torch.no_grad(), torch.inference_mode(False):
             runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
@@ -162,9 +164,7 @@ class Gradients:
         for book in self._books.values():
             for weight, gradient in list(book.gradients.items()):
                 if gradient.pending:
-                    del book.gradients[weight]
-                    if weight.parameter.grad is gradient.host:  # it was being added to: its value is lost
-                        weight.parameter.grad = None
+                    del book.gradients[weight]  # if it was published before and being added to, its value is lost
 
     def forget(self, group: WeightGroup) -> None:
         """Drop what is kept for a group that changed; published `.grad` tensors stay with their masters.
@@ -179,8 +179,9 @@ class Gradients:
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients occupy."""
-        arenas = {arena for book in self._books.values() for arena in (book.arena, book.wide_arena) if arena is not None}
-        arenas |= {gradient.arena for book in self._books.values() for gradient in book.gradients.values()}
+        books = self._books.values()
+        arenas = {arena for book in books for arena in (book.arena, book.wide_arena) if arena is not None}
+        arenas |= {gradient.arena for book in books for gradient in book.gradients.values()}
         return sum(arena.nbytes for arena in arenas)
 
     def _publish(self, book: _Book, weight: Weight, gradient: _Gradient, scale: float) -> None:
@@ -189,6 +190,10 @@ class Gradients:
             host.mul_(scale)
             if gradient.wide is not None:
                 gradient.wide.mul_(scale)
+        if gradient.withdrawn and master.grad is not None:
+            host.add_(master.grad)
+            master.grad = None
+        gradient.withdrawn = False
         if master.grad is None:
             master.grad = host
         elif master.grad is not host:
@@ -209,6 +214,9 @@ class Gradients:
             add = gradient is not None and not (published and self.hold)
             if gradient is None or not add:
                 gradient = book.fresh(weight)
+            elif weight.parameter.grad is gradient.host:
+                # Autograd may add to `.grad` on the host meanwhile (a regulariser): keep it out of this region.
+                weight.parameter.grad, gradient.withdrawn = None, True
             gradient.pending = True
             nbytes = weight.parameter.numel() * weight.parameter.dtype.itemsize
             joins = (

@@ -90,7 +90,9 @@ class Arena:
         count = 1
         for extent in size:
             count *= extent
-        if self._block is None:
+        if count == 0:
+            flat = torch.empty(0, dtype=dtype)
+        elif self._block is None:
             flat = self.flat[offset : offset + count * dtype.itemsize].view(dtype)
         else:
             flat = torch.frombuffer(self._block, dtype=dtype, count=count, offset=offset)
