@@ -113,7 +113,8 @@ def lend(
 class Placement:
     """Puts lent tensors where the modules look, and takes them away again.
 
-    A module may run inside itself: each `hide` shows again what the `show` before its own had put there. cuDNN's recurrent modules read a list of their weights, `_flat_weights`, instead of the attributes; it is lent too.
+    A module may run inside itself: each `hide` shows again what the `show` before its own had put there. cuDNN's
+    recurrent modules read a list of their weights, `_flat_weights`, instead of the attributes; it is lent too.
     """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
@@ -146,7 +147,7 @@ class Placement:
             module.__dict__["_flat_weights"] = [lent[i] for i in indices]
 
     def hide(self) -> None:
-        """Let the modules show what they showed before, in the end their masters. Without effect when nothing is shown."""
+        """Let the modules show what they showed before, in the end their masters; no effect when nothing is shown."""
         if self._shown:
             self._shown.pop()
         if self._shown:

@@ -1,10 +1,10 @@
 """Watches how weights are used, to decide which may stream in half precision and which must stay on the device.
 
-Under autocast a weight may cross the bus in autocast's dtype when its only use in a visit is one operation that casts it:
-then the cast happens on the host instead, with the same bits. If autocast remembers its casts, as it does unless told
-otherwise, there may be several such operations: they share one cast, and their gradients add up behind it. The kind of module is the first guess; the first visits
-are watched and the guess is replaced by what was seen. A use that contradicts the guess gets the exact weight at once,
-so the first step is exact too.
+Under autocast a weight may cross the bus in autocast's dtype when its only use in a visit is one operation that casts
+it: then the cast happens on the host instead, with the same bits. If autocast remembers its casts, as it does unless
+told otherwise, there may be several such operations: they share one cast, and their gradients add up behind it. The
+kind of module is the first guess; the first visits are watched and the guess is replaced by what was seen. A use that
+contradicts the guess gets the exact weight at once, so the first step is exact too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _HARMLESS_PROPERTIES = frozenset(
 
 
 class Use:
-    """What one visit did with a weight: how many operations took it, and whether one cast would have served them all."""
+    """What one visit did with a weight: how many operations took it, and whether one cast serves them all."""
 
     __slots__ = ("cast", "count")
 

@@ -51,8 +51,8 @@ class SavedTensors:
 
     Args:
         locate: the group and weight whose slot memory this tensor is a view of, or None.
-        weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now; None if the group
-            is no more.
+        weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now; None if the
+            group is no more.
         device: where weights are needed.
     """
 
