@@ -300,7 +300,8 @@ class Streamer:
             else:
                 self._rest.refresh()
         self._rest.enter()
-        if self.observer is not None and torch.is_grad_enabled() not in self._observed:
+        something_to_see = self.dtypes.compute is not None or self.device.torch.type != "cpu"
+        if self.observer is not None and something_to_see and torch.is_grad_enabled() not in self._observed:
             self._observing = self.observer
             self._observing.compute = self.dtypes.compute
             self._observing.__enter__()
