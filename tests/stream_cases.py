@@ -1,4 +1,4 @@
-"""Small models, and the comparison that most streaming tests make: a few steps, streamed against resident, bit for bit."""
+"""Small models, and the comparison that most streaming tests make: a few steps, streamed against resident, exactly."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,9 @@ WIDTH = 8
 Step = Callable[[Any, torch.optim.Optimizer, int], Any]
 Record = dict[str, Any]
 
-MODES = [pytest.param({"window": w, "activations": a}, id=f"{w}-{a}") for w in (1, 2, 3) for a in ("keep", "checkpoint")]
+MODES = [
+    pytest.param({"window": w, "activations": a}, id=f"{w}-{a}") for w in (1, 2, 3) for a in ("keep", "checkpoint")
+]
 """Every window with every activation policy; for `@pytest.mark.parametrize("mode", MODES)`."""
 POLICIES = [pytest.param({"activations": a}, id=a) for a in ("keep", "checkpoint")]
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -124,7 +124,9 @@ def test_grad_outputs_stand_in_for_a_loss_which_there_is_then_not(form):
     seed = data(3)
     with model:
         plain(data()).backward(seed)
-        result = model.step(data(), grad_outputs=seed if form == "tensor" else lambda output: seed + 0 * output.detach())
+        result = model.step(
+            data(), grad_outputs=seed if form == "tensor" else lambda output: seed + 0 * output.detach()
+        )
         model.flush_grads()
         assert_same(grads(model), grads(plain))
         assert torch.equal(result.output, plain(data()))

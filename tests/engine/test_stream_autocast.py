@@ -360,7 +360,11 @@ def test_stream_dtype_rounds_even_what_autocast_would_not():
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
         plain.blocks[0].weight.copy_(plain.blocks[0].weight.bfloat16())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), streaming(model, stream_dtype={"*weight": torch.bfloat16}):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.no_grad(),
+        streaming(model, stream_dtype={"*weight": torch.bfloat16}),
+    ):
         assert torch.equal(model(data()), plain(data()))
 
 

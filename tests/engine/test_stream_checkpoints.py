@@ -1,4 +1,4 @@
-"""torch's own checkpointing in user code, inside and around chunks, and `offload_checkpoint`; against uncheckpointed runs."""
+"""Checkpoints of the user, torch's own and `offload_checkpoint`, in and around chunks; against uncheckpointed runs."""
 
 import weakref
 from functools import partial

@@ -59,13 +59,17 @@ def raised(model: nn.Module, where: str, kind: type[BaseException]) -> str:
     """Make a step fail there; returns the traceback."""
     bomb = model.blocks[1]
     bomb.when, bomb.calls, bomb.kind = where, 0, kind
-    with pytest.raises(kind, match="users own message") as caught:
+
+    def step() -> None:
         y = model(data(50))
         if where == "output hook":
             y.register_hook(lambda _: bomb.raise_it())
         if where == "loss":
             bomb.raise_it()
         y.square().mean().backward()
+
+    with pytest.raises(kind, match="users own message") as caught:
+        step()
     bomb.when, bomb.calls = "", 0
     return "".join(traceback.format_exception(caught.value))
 
@@ -167,7 +171,7 @@ def test_a_wrong_shape_raises_torchs_own_error_and_the_next_step_works(mode):
         assert all(p.grad is not None for p in model.parameters())
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def refused(match: str, model: nn.Module | None = None, error: type[Exception] = ConfigurationError, **options) -> None:

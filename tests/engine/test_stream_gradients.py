@@ -207,15 +207,11 @@ def test_lbfgs_trains_exactly(mode):
     def step(model, optimizer, index):
         def closure():
             optimizer.zero_grad()
-            return model(data(0)).square().mean().backward() or model(data(0)).square().mean().detach()
-
-        def evaluated():
-            optimizer.zero_grad()
             loss = model(data(0)).square().mean()
             loss.backward()
             return loss
 
-        return optimizer.step(evaluated).detach()
+        return optimizer.step(closure).detach()
 
     def optimizer(parameters):
         return torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")

@@ -269,8 +269,7 @@ def test_half_precision_masters_accumulate_in_float32_and_round_once(mode, dtype
     with streaming(model, **mode):
         for index in range(4):
             backward(model, index)
-            for name, parameter in model.named_parameters():
-                assert parameter.grad.dtype == dtype
+            assert {parameter.grad.dtype for parameter in model.parameters()} == {dtype}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, totals[name].to(dtype)), name
 
@@ -291,7 +290,8 @@ def test_frozen_integer_parameters_are_carried(mode):
 
 
 @every_policy
-def test_parameters_without_elements_and_without_dimensions_train_exactly(mode):
+@pytest.mark.parametrize("resident_below", [0, 64])
+def test_parameters_without_elements_and_without_dimensions_train_exactly(mode, resident_below):
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -302,7 +302,7 @@ def test_parameters_without_elements_and_without_dimensions_train_exactly(mode):
         def forward(self, x: Tensor) -> Tensor:
             return self.lin(torch.cat([x, self.empty])) * self.scalar
 
-    assert_equals_resident(lambda: Stack(Odd(), Odd()), **mode)
+    assert_equals_resident(lambda: Stack(Odd(), Odd()), resident_below=resident_below, **mode)
 
 
 @every_policy

@@ -1,0 +1,86 @@
+"""Arenas are exact, share no storage with their neighbours, and live as long as their last tensor."""
+
+import gc
+
+import pytest
+import torch
+
+from ramtorch_core.errors import HostMemoryError
+from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned, available_bytes
+
+CPU = Device("cpu")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("power", [10, 16, 20, 24])
+def test_an_arena_for_a_tensor_just_past_a_power_of_two_wastes_less_than_one_percent(power):
+    nbytes = aligned(4 * ((1 << power) + 1))
+    assert Arena(nbytes, CPU).nbytes == nbytes
+    assert nbytes <= 1.01 * 4 * ((1 << power) + 1) or power < 16  # 256-byte alignment shows in tiny tensors only
+
+
+@pytest.mark.skipif("sys.platform != 'linux'")
+def test_an_arena_occupies_its_size_and_no_more():
+    before = resident_bytes()
+    arena = Arena((64 << 20) + 4, CPU)
+    grown = resident_bytes() - before
+    assert (60 << 20) < grown < (66 << 20)
+    del arena
+    gc.collect()
+    assert resident_bytes() - before < (8 << 20)
+
+
+def test_tensors_have_a_storage_of_their_own_and_start_as_zero():
+    arena = Arena(4 * ALIGNMENT, CPU)
+    first = arena.tensor(0, torch.float32, (3, 5), (5, 1))
+    second = arena.tensor(ALIGNMENT, torch.bfloat16, (4, 2), (1, 4))
+    assert (first == 0).all()
+    assert first.untyped_storage().nbytes() == 3 * 5 * 4
+    assert second.untyped_storage().nbytes() == 4 * 2 * 2
+    assert second.stride() == (1, 4)
+    second.fill_(1)
+    assert (first == 0).all()
+    assert arena.flat[ALIGNMENT : ALIGNMENT + 2].view(torch.bfloat16).item() == 1
+
+
+def test_tensors_stay_valid_after_their_arena_is_gone():
+    arena = Arena(1 << 20, CPU)
+    tensor = arena.tensor(0, torch.float32, (1 << 18,), (1,))
+    tensor.fill_(3)
+    del arena
+    gc.collect()
+    assert (tensor == 3).all()
+
+
+def test_an_arena_knows_how_many_of_its_tensors_are_alive_also_by_views():
+    arena = Arena(1 << 12, CPU)
+    assert arena.tensors_alive() == 0
+    first, second = (arena.tensor(offset, torch.float32, (8,), (1,)) for offset in (0, 256))
+    assert arena.tensors_alive() == 2
+    view = first[2:]
+    del first
+    assert arena.tensors_alive() == 2
+    del view, second
+    assert arena.tensors_alive() == 0
+
+
+def test_an_empty_arena_is_allowed():
+    arena = Arena(0, CPU)
+    assert arena.flat.numel() == 0
+    assert not arena.page_locked
+    arena.unlock()
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_its_own_kind():
+    with pytest.raises(HostMemoryError, match="cannot be had"):
+        Arena(1 << 60, CPU)
+
+
+def test_the_available_memory_is_positive_or_unknown():
+    available = available_bytes()
+    assert available is None or available > 0
