@@ -13,7 +13,8 @@ from typing_extensions import Self
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.modules import ForwardWrapper, tensors_in
-from ramtorch_core.engine.stream import Activations, Streamer
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device
 
@@ -66,10 +67,7 @@ def attach(
         ConfigurationError: an argument that cannot work, or a parameter that is not on the host.
         HostMemoryError: too little host memory; nothing has been allocated.
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
-    if activations not in _ACTIVATIONS:
-        raise ConfigurationError(f"activations={activations!r}: use one of {', '.join(map(repr, _ACTIVATIONS))}")
+    check_options(window, pin, activations, stream_dtype, resident_below)
     if any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in module.modules()):
         raise ConfigurationError("this module is streamed already: close() the engine that streams it first")
     found = find_chunks(module, chunks, resident_below=resident_below)
@@ -86,6 +84,29 @@ def attach(
         host_memory=host_memory,
         poison=poison,
     )
+
+
+def check_options(
+    window: int,
+    pin: int | Sequence[int] | Sequence[str],
+    activations: str,
+    stream_dtype: torch.dtype | str | Mapping[str, torch.dtype],
+    resident_below: int,
+) -> None:
+    """Refuse what no module tree can make work; the arguments are those of `attach`.
+
+    Raises:
+        ConfigurationError: an argument that cannot work.
+    """
+    if type(window) is not int or window < 1:
+        raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
+    if isinstance(pin, int) and pin < 0:
+        raise ConfigurationError(f"pin={pin}: the number of resident chunks cannot be negative; use 0 for none")
+    if activations not in _ACTIVATIONS:
+        raise ConfigurationError(f"activations={activations!r}: use one of {', '.join(map(repr, _ACTIVATIONS))}")
+    if resident_below < 0:
+        raise ConfigurationError(f"resident_below={resident_below} bytes is negative; use 0 to stream everything")
+    StreamDtypes(stream_dtype)
 
 
 class OffloadResult:
@@ -114,8 +135,8 @@ class OffloadModel(nn.Module):
     """A chain of chunks, each fed with the output of the one before, streamed through a window.
 
     A tuple is passed on as positional arguments. The model is differentiable: `model(x)` and `loss.backward()` publish
-    gradients as usual. `step` runs forward and backward at once and keeps the gradients apart until `flush_grads`, so that
-    several steps accumulate. Use it as a context manager, or call `close`.
+    gradients as usual. `step` runs forward and backward at once and keeps the gradients apart until `flush_grads`, so
+    that several steps accumulate. Use it as a context manager, or call `close`.
 
     `parameters()` and `state_dict()` are those of `nn.Sequential(*chunks)`; the parameters of pinned chunks are on the
     device, so give `torch.optim.AdamW` `fused=True`: torch groups parameters by device.
@@ -192,7 +213,7 @@ class OffloadModel(nn.Module):
             ConfigurationError: both or neither of `loss_fn` and `grad_outputs` are given.
         """
         if (loss_fn is None) == (grad_outputs is None):
-            raise ConfigurationError("give step() either loss_fn= (and targets=) or grad_outputs=, not both, not neither")
+            raise ConfigurationError("give step() either loss_fn= (and targets=) or grad_outputs=: one of them")
         private = self._take_device_grads()
         self._streamer.gradients.hold = True
         try:
@@ -226,7 +247,9 @@ class OffloadModel(nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property

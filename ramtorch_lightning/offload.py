@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, Streamer, attach, format_rows
+from ramtorch_core.offload import check_options
 from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
@@ -87,12 +88,7 @@ class OffloadStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if type(window) is not int or window < 1:
-            raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
-        if isinstance(pin, int) and pin < 0:
-            raise ConfigurationError(f"pin={pin}: a count of chunks cannot be negative")
-        if activations not in ("checkpoint", "keep", "recompute"):
-            raise ConfigurationError(f"activations={activations!r}: use 'checkpoint', 'recompute' or 'keep'")
+        check_options(window, pin, activations, stream_dtype, resident_below)
         self._device_given = device is not None
         self._chunks = chunks
         self._options: dict[str, Any] = {
@@ -189,8 +185,15 @@ class OffloadStrategy(SingleDeviceStrategy):
     @override
     def teardown(self) -> None:
         self._detach()
-        if self.accelerator is not None:
+        if self.accelerator is None:
+            return
+        module = self._lightning_module
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            self._lightning_module = None  # moving it to the host would fail, and hide the error that brought us here
+        try:
             super().teardown()
+        finally:
+            self._lightning_module = module
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -331,8 +334,11 @@ class OffloadStrategy(SingleDeviceStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+        description = (cls.__doc__ or "").partition("\n")[0]
+        # The Trainer lower-cases names. With those of the class LightningCLI takes the class without arguments.
+        for name in (cls.strategy_name, "offloadstrategy", "ramtorch_lightning.offloadstrategy"):
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=description)
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
