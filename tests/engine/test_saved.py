@@ -1,0 +1,81 @@
+"""Weights saved for backward are references into whatever slot holds them then."""
+
+import pytest
+import torch
+from stream_cases import WIDTH, Block, Stack, assert_same, data, stack, streaming
+from torch import Tensor, nn
+
+
+def test_no_slot_memory_is_saved_between_forward_and_backward():
+    model = Stack(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    with streaming(model, window=1, activations="keep") as streamer:
+        y = model(data(0, 3, 64))
+        expected = [p.detach().clone() for p in model.parameters()]
+        streamer.window.slots[0].buffer.fill_(255)
+        streamer.window.forget()
+        y.sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        assert all(torch.equal(p, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def saved(fn: Tensor) -> list[Tensor]:
+    """Every tensor that the graph behind `fn` keeps."""
+    found, stack_, seen = [], [fn], set()
+    while stack_:
+        node = stack_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [
+            getattr(node, name)
+            for name in dir(node)
+            if name.startswith("_saved_") and isinstance(getattr(node, name), Tensor)
+        ]
+        stack_ += [following for following, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w[2:6], lambda w: w.view(2, 4, WIDTH)[1], lambda w: w])
+def test_views_of_weights_are_unpacked_with_their_size_strides_and_offset(view):
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Parameter(torch.randn(3))
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sum() * view(self.weight)).exp()
+
+    model = Stack(Views(), Block())
+    with streaming(model, window=1, activations="keep", chunks=["blocks.0"]):
+        y = model.blocks[0](data().requires_grad_())
+        expected = view(model.blocks[0].weight)
+        found = [t for t in saved(y.grad_fn) if t.dim() == expected.dim() and torch.equal(t, expected)]
+        assert found
+        assert all(t.stride() == expected.stride() for t in found)
+
+
+def test_reading_saved_tensors_outside_of_a_backward_leaves_no_slot_in_use():
+    model = stack()
+    with streaming(model, window=1, activations="keep") as streamer:
+        y = model(data())
+        assert saved(y.grad_fn)
+        assert not any(slot.in_use for slot in streamer.window.slots)
+        y.sum().backward()
+
+
+def test_a_graph_from_before_the_tree_was_divided_anew_is_exact():
+    def train(model: Stack) -> list[Tensor | None]:
+        parameters = list(model.parameters())
+        y = model(data())
+        y.sum().backward(retain_graph=True)
+        for block in model.blocks:
+            block.norm.bias = block.up.bias = None  # other weights, and the rest of them elsewhere in the slots
+        model(data(1)).sum().backward()
+        y.sum().backward()
+        return [parameter.grad for parameter in parameters]
+
+    plain, model = stack(), stack()
+    model.load_state_dict(plain.state_dict())
+    with streaming(model, activations="keep"):
+        assert_same(train(model), train(plain))
