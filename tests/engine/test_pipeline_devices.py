@@ -3,6 +3,7 @@
 The devices are the CPU and `meta`, which refuse each other's tensors as two GPUs do, on any machine.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,15 +146,19 @@ def test_a_buffer_changed_in_place_from_another_stage_stays_the_same_tensor() ->
         executor.close()
 
 
-def test_outside_a_step_the_whole_model_is_one_graph(devices: list[Device]) -> None:
-    """Forward only where gradients would have to come back from `meta`."""
+@pytest.mark.parametrize("within", ["transparent", "nothing"])
+def test_outside_a_step_the_whole_model_is_one_graph(devices: list[Device], within: str) -> None:
+    """A model summary calls the module so. Forward only where gradients would have to come back from `meta`."""
     model = Chain()
     executor = Executor(place(resolve_entries(model, ["blocks.2"], 2), devices), devices)
     x = torch.zeros(2, WIDTH, device=devices[0].torch)
     try:
         if devices[0].torch.type == "cpu":
-            with executor.transparent():
+            with executor.transparent() if within == "transparent" else contextlib.nullcontext():
                 out = model(x)
+            with pytest.raises(RuntimeError, match="shape"):
+                model(x[:, :3])
+            assert torch.overrides._get_current_function_mode_stack() == []
             assert out.device == devices[1].torch
             assert out.grad_fn is not None
     finally:

@@ -6,8 +6,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,10 @@ class Executor:
             module.register_forward_pre_hook(_Entry(self, stage, name, module), with_kwargs=True, prepend=True)
             for stage, (name, module) in enumerate(stages.entries, start=1)
         ]
+        if len(self._unique) > 1:
+            begin, end = _Whole(self, "begin_whole"), _Whole(self, "end_whole")
+            self._hooks.append(stages.root.register_forward_pre_hook(begin, prepend=True))
+            self._hooks.append(stages.root.register_forward_hook(end, always_call=True))
 
     def run(
         self,
@@ -129,7 +134,7 @@ class Executor:
     @contextlib.contextmanager
     def transparent(self) -> Iterator[None]:
         """Inside, the calling thread may call the module whole; tensors move to where they are needed."""
-        if len(self._unique) == 1:
+        if len(self._unique) == 1 or getattr(self._local, "bystander", None) is not None:
             yield
             return
         self._local.bystander = Bystander(self.devices, self._links)
@@ -139,6 +144,18 @@ class Executor:
         finally:
             self._local.bystander = None
 
+    def begin_whole(self) -> None:
+        """The root is called: outside a step this is as if under `transparent`, until `end_whole`."""
+        calls: list[AbstractContextManager[None]] = self._local.__dict__.setdefault("calls", [])
+        calls.append(self.transparent() if current_step() is None else contextlib.nullcontext())
+        calls[-1].__enter__()
+
+    def end_whole(self) -> None:
+        """The call of the root has ended, or failed."""
+        calls: list[AbstractContextManager[None]] = self._local.__dict__.get("calls", [])
+        if calls:
+            calls.pop().__exit__(None, None, None)
+
     def close(self) -> None:
         """Remove the hooks and end the threads. Idempotent."""
         for hook in self._hooks:
@@ -147,21 +164,16 @@ class Executor:
         self._crew.close()
 
 
-class _Entry:
-    """The hook on a module that begins a stage. Copies of the module get a hook that does nothing."""
+class _Hook:
+    """A hook on a module of the pipeline. Copies of the module get a hook that does nothing."""
 
-    def __init__(self, executor: Executor, stage: int, name: str, module: nn.Module) -> None:
+    def __init__(self, executor: Executor, module: nn.Module) -> None:
         self._executor = weakref.ref(executor)
         self._module = weakref.ref(module)
-        self._stage = stage
-        self._name = name
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executor = self._executor()
-        if executor is None or module is not self._module():
-            return None
-        return executor.enter(self._stage, self._name, (args, kwargs))
+    def executor_for(self, module: nn.Module) -> Executor | None:
+        """The executor, if it lives and `module` is the one that got the hook."""
+        return self._executor() if module is self._module() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
@@ -170,8 +182,36 @@ class _Entry:
         return _make_inert, ()
 
 
-def _inert(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What is left of an entry hook in a copy of its module."""
+class _Whole(_Hook):
+    """Before and after a call of the root."""
+
+    def __init__(self, executor: Executor, action: Literal["begin_whole", "end_whole"]) -> None:
+        super().__init__(executor, executor.stages.root)
+        self._action = action
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        executor = self.executor_for(module)
+        if executor is not None:
+            getattr(executor, self._action)()
+
+
+class _Entry(_Hook):
+    """Before a call of a module that begins a stage."""
+
+    def __init__(self, executor: Executor, stage: int, name: str, module: nn.Module) -> None:
+        super().__init__(executor, module)
+        self._stage = stage
+        self._name = name
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = self.executor_for(module)
+        return None if executor is None else executor.enter(self._stage, self._name, (args, kwargs))
+
+
+def _inert(*_: Any) -> None:
+    """What is left of a hook in a copy of its module."""
 
 
 def _make_inert() -> Callable[..., None]:
