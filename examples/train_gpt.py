@@ -70,7 +70,7 @@ class LanguageModel(L.LightningModule):
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95), fused=True)
+        optimizer = AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.99), fused=True)
         steps = self.trainer.estimated_stepping_batches
         warmup = max(1, steps // 20)
 
@@ -120,6 +120,8 @@ class TextData(L.LightningDataModule):
 
     def __init__(self, text: bytes, prompt: str, context: int, batch: int, epoch_steps: int, seed: int) -> None:
         super().__init__()
+        if len(text) < 20 * (context + 1):
+            raise ValueError(f"the text has {len(text)} bytes; a context of {context} needs {20 * (context + 1)}")
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         border = len(tokens) * 9 // 10
         self.training = Windows(tokens[:border], context + 1)

@@ -16,5 +16,7 @@ sys.path.insert(0, str(EXAMPLES))
 def settings_restored() -> Iterator[None]:
     """A script may set what it likes for its process; here other tests follow."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -156,6 +156,11 @@ def test_text_is_the_same_every_time() -> None:
     assert b"def " in text
 
 
+def test_text_shorter_than_its_windows_is_refused() -> None:
+    with pytest.raises(ValueError, match="the text has 2579 bytes; a context of 128 needs 2580"):
+        train_gpt.TextData(b"a" * 2579, "a", context=128, batch=1, epoch_steps=1, seed=0)
+
+
 def test_steps_that_epochs_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_gpt.parse(["--steps", "10", "--epochs", "3"])
