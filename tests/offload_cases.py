@@ -31,7 +31,7 @@ class Watched(OffloadStrategy):
 
     def _detach(self) -> None:
         if self._streamer is not None:
-            if self._streamer._built:
+            if self._streamer._inventory.built:
                 self.copied_bytes += self.streamer.window.copied_bytes
             self.conservative.append(self.streamer.conservative)
             self.tables.append(self.chunk_table())

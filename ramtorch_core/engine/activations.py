@@ -68,7 +68,7 @@ def checkpoint_call(
     """`function(*args, **kwargs)`, whose activations are recomputed in backward.
 
     torch saves the random state of those devices that it finds among *positional* tensors, and takes autocast's device
-    from them too. So every tensor is passed by position, however deep it is nested and whether or not it came by keyword.
+    from them too. So every tensor is passed by position, however deep it is nested and however it came.
 
     Args:
         marker: an empty tensor on the device whose random state must be saved in any case.

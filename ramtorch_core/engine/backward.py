@@ -1,14 +1,21 @@
-"""One backward pass: begins with the first sign of it, ends with autograd's callback, or with its death after an error."""
+"""Backward passes: each begins with the first sign of it, and ends with autograd's callback, or with its death."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ramtorch_core.engine.lend import Loan
+from ramtorch_core.errors import RamtorchError
+from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.weights import Weight, WeightGroup
+
+if TYPE_CHECKING:
+    from ramtorch_core.engine.inventory import Inventory
 
 
 def current_task() -> int:
@@ -42,3 +49,116 @@ class BackwardTask:
         if getattr(self, "_open", False):
             self._open = False
             self._abandon()
+
+
+class BackwardPasses:
+    """The backward passes under way, one inside another at the most, and the gradients that they leave.
+
+    Attributes:
+        inventory: whose groups the gradients are of; set before the first use.
+        visit_over: called when the gradients of a group have been collected.
+        finished: called when the outermost pass has ended and its gradients are published.
+        failed: called when a pass died of an error.
+        open: how many passes are under way.
+    """
+
+    inventory: Inventory
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.closed = False
+        self.open = 0
+        self.visit_over: Callable[[WeightGroup | None], None]
+        self.finished: Callable[[], None]
+        self.failed: Callable[[], None]
+        self._tasks: weakref.WeakValueDictionary[int, BackwardTask] = weakref.WeakValueDictionary()
+
+    def enter(self) -> BackwardTask | None:
+        """A sign of a backward: take part in it until it ends. None outside of any.
+
+        Raises:
+            RamtorchError: the engine was closed.
+        """
+        identifier = current_task()
+        if self.closed:
+            raise RamtorchError(
+                "the engine was closed before this backward: the weights that its graph refers to are no longer on the "
+                "device. Run backward first, and close() afterwards."
+            )
+        if identifier == -1:
+            return None
+        task = self._tasks.get(identifier)
+        if task is None:
+            reference = weakref.ref(self)
+
+            def abandon() -> None:
+                passes = reference()
+                if passes is not None:
+                    passes.failed()
+
+            task = BackwardTask(self._finish, abandon)
+            self._tasks[identifier] = task
+            self.open += 1
+            self.inventory.rest.enter()
+        return task
+
+    def collect(self, loan: Loan, grads: Sequence[Tensor | None]) -> None:
+        """Backward reached a Lend node: its visit is over, its gradients leave the device.
+
+        If the group was lent several times in one graph, they wait on the device for the last of its nodes.
+        """
+        task = self.enter()
+        group = self._group_of(loan)
+        if group is None:
+            _add_directly(loan, grads)
+            return
+        bucket = task.pending.setdefault(group, {}) if task is not None else {}
+        for weight, grad in zip(loan.weights, grads, strict=True):
+            if grad is not None:
+                known, dtype = bucket.get(weight), weight.parameter.dtype
+                bucket[weight] = grad if known is None else known.to(dtype) + grad.to(dtype)
+        others = (
+            other is not loan and not other.repaid and other.born_in == loan.born_in
+            for other in self.inventory.loans.get(group, ())
+        )
+        if not any(others):
+            self._send(group, bucket)
+        self.visit_over(group)
+
+    def abandon(self) -> None:
+        """Drop what the passes under way have left."""
+        for _ in range(self.open):
+            self.inventory.rest.leave()
+        self.open = 0
+        self._tasks.clear()
+        self.gradients.drop()
+
+    def _finish(self, task: BackwardTask) -> None:
+        for group, bucket in task.pending.items():
+            self._send(group, bucket)
+        self.open -= 1
+        self.inventory.rest.leave()
+        if self.open == 0:
+            self.visit_over(None)
+            self.gradients.finish()
+            self.finished()
+
+    def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+        if bucket:
+            self.gradients.receive(group, [bucket.get(weight) for weight in group.weights])
+            bucket.clear()
+
+    def _group_of(self, loan: Loan) -> WeightGroup | None:
+        """None for a loan from before the tree was divided anew."""
+        position, groups = loan.group.index, self.inventory.groups
+        group = self.inventory.rest.group if position < 0 else groups[position] if position < len(groups) else None
+        return group if group is not None and loan.weights[0] in group.weights else None
+
+
+def _add_directly(loan: Loan, grads: Sequence[Tensor | None]) -> None:
+    """Add gradients to `.grad` at once, for a graph that is older than the present groups."""
+    for weight, grad in zip(loan.weights, grads, strict=True):
+        if grad is not None:
+            master = weight.parameter
+            host = grad.to(device=master.device, dtype=master.dtype, copy=True)
+            master.grad = host if master.grad is None else master.grad.add_(host)

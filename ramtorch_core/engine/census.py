@@ -138,13 +138,13 @@ def take_census(
             if index is not None:
                 result[index].small.append(weight)
     position = 0
-    for chunk in result:
-        if chunk.index in streamed:
-            chunk.group = WeightGroup(position, chunk.name, streamed[chunk.index])
-            chunk.reason = chunk.reason or "streams through the window"
+    for each in result:
+        if each.index in streamed:
+            each.group = WeightGroup(position, each.name, streamed[each.index])
+            each.reason = each.reason or "streams through the window"
             position += 1
-        elif not chunk.resident:
-            chunk.reason = "has no tensor that streams"
+        elif not each.resident:
+            each.reason = "has no tensor that streams"
     return Census(result, copies, reasons)
 
 
@@ -204,9 +204,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "-"
 
 
-def _walk(
-    root: nn.Module, index_of: dict[int, int]
-) -> Iterator[tuple[nn.Module, str, int | None, int | None]]:
+def _walk(root: nn.Module, index_of: dict[int, int]) -> Iterator[tuple[nn.Module, str, int | None, int | None]]:
     """Every (module, name, innermost chunk, next outer chunk), along every path, each combination once."""
     seen: set[tuple[int, int | None]] = set()
     stack: list[tuple[nn.Module, str, int | None]] = [(root, "", None)]
@@ -250,6 +248,6 @@ def _check_host(name: str, parameter: nn.Parameter) -> None:
         )
     if parameter.device.type != "cpu":
         raise ConfigurationError(
-            f"parameter '{name}' is on '{parameter.device}', but masters live on the host: build the model on 'cpu', or "
-            f"move it there with module.cpu() before it is streamed"
+            f"parameter '{name}' is on '{parameter.device}', but masters live on the host: build the model on 'cpu', "
+            f"or move it there with module.cpu() before it is streamed"
         )

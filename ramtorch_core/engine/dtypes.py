@@ -31,8 +31,8 @@ class StreamDtypes:
         for dtype in chosen:
             if dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigurationError(
-                    f"stream_dtype={override!r}: use 'auto', a floating-point dtype such as torch.bfloat16, or a mapping "
-                    f"from parameter names to dtypes"
+                    f"stream_dtype={override!r}: use 'auto', a floating-point dtype such as torch.bfloat16, or a "
+                    f"mapping from parameter names to dtypes"
                 )
         self.override = override
         self.compute: torch.dtype | None = None

@@ -1,6 +1,6 @@
 """Follows a learned itinerary: issues its transfers as slots become free, and notes what really happens.
 
-At the first visit of a step the itinerary of the last step that began like this one is taken as the prediction. When the
+At the first visit of a step the itinerary of the last step that began alike is taken as the prediction. When the
 program leaves it, the rest of the plan is dropped, chunks are loaded on demand until the step ends, and the new
 itinerary is learned. Leaving the plan costs time, never correctness.
 """
@@ -39,9 +39,7 @@ class Follower:
         refresh: brings a group's arena up to date before a copy; True if the group had been written.
     """
 
-    def __init__(
-        self, window: Window, groups: Sequence[WeightGroup], refresh: Callable[[WeightGroup], bool]
-    ) -> None:
+    def __init__(self, window: Window, groups: Sequence[WeightGroup], refresh: Callable[[WeightGroup], bool]) -> None:
         self.window, self.groups, self._refresh = window, groups, refresh
         self.visits: list[Visit] = []  # of the step under way
         self.transfers: list[Transfer] = []  # issued by plan, and on demand

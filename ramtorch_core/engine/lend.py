@@ -106,7 +106,8 @@ def lend(
     loan = Loan(group, [weight for weight, _ in pairs], [view for _, view in pairs], collector)
     if loans is not None:
         loans.add(loan)
-    lent = dict(zip(loan.weights, _Lend.apply(loan, *(weight.parameter for weight in loan.weights)), strict=True))
+    masters = (weight.parameter for weight in loan.weights)
+    lent = dict(zip(loan.weights, _Lend.apply(loan, *masters), strict=True))  # type: ignore[no-untyped-call]
     return [lent[w] if w in lent else v.detach() for w, v in zip(group.weights, views, strict=True)]
 
 
@@ -131,7 +132,7 @@ class Placement:
     def show(self, lent: Sequence[Tensor]) -> None:
         """Let the modules compute with `lent`, one tensor per weight."""
         if not self._shown:
-            self._masters = [module._flat_weights for module, _ in self._recurrent]
+            self._masters = [module.__dict__["_flat_weights"] for module, _ in self._recurrent]
         self._shown.append(lent)
         self._put(lent)
 

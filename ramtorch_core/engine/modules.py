@@ -21,15 +21,17 @@ Visit = Callable[[Callable[..., Any], "Chunk | None", Any, Any], Any]
 class ChunkForward:
     """Stands in for a module's `forward`, as an attribute of the instance, until `remove`.
 
-    A copy or a pickle of the module gets its class's plain forward and computes with its own weights. A compiler that is
-    active does not see what the engine does, but compiles the user's forward, in a recompute too.
+    A copy or a pickle of the module gets its class's plain forward and computes with its own weights. A compiler that
+    is active does not see what the engine does, but compiles the user's forward, in a recompute too.
     """
 
     def __init__(self, module: nn.Module, visit: Visit, chunk: Chunk | None) -> None:
         self.module, self.visit, self.chunk = module, visit, chunk
         self._had = module.__dict__.get("forward")
         self._inner: Callable[..., Any] = module.forward
-        module.__dict__["forward"] = ForwardWrapper(module, torch._dynamo.disable(self._call, recursive=False), self._had)
+        module.__dict__["forward"] = ForwardWrapper(
+            module, torch._dynamo.disable(self._call, recursive=False), self._had
+        )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
@@ -68,6 +70,7 @@ class ForwardWrapper:
         self._module, self._call, self._had = module, call, had
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, as a visit."""
         return self._call(*args, **kwargs)
 
     @property

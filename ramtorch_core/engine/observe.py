@@ -131,7 +131,7 @@ class Observer(TorchFunctionMode):
         for tensor in lent:
             self._lent.pop(id(tensor), None)
 
-    @torch._disable_dynamo
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

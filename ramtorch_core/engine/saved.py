@@ -67,7 +67,7 @@ class SavedTensors:
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Pack what is saved inside the context."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: Tensor) -> object:
             found = self._locate(tensor)
@@ -91,7 +91,7 @@ class SavedTensors:
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
-            tensor.storage_offset() * tensor.dtype.itemsize - weight.offset,
+            int(tensor.storage_offset()) * tensor.dtype.itemsize - weight.offset,
             weight.parameter._version,
         )
 

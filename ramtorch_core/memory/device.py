@@ -61,7 +61,8 @@ class Device:
             raise ConfigurationError(f"device '{resolved}' is not supported: use 'cpu' or 'cuda:<index>'")
         if resolved.type == "cuda" and not self.fake:
             count = torch.cuda.device_count()
-            index = torch.cuda.current_device() if resolved.index is None and count else resolved.index or 0
+            given: int | None = resolved.index
+            index = torch.cuda.current_device() if given is None and count else given or 0
             if index >= count:
                 raise ConfigurationError(f"device '{resolved}' does not exist: this machine has {count} CUDA devices")
             resolved = torch.device("cuda", index)

@@ -1,7 +1,7 @@
 """Host memory in exact, page-locked arenas.
 
 An arena is one block of anonymous memory. Every tensor taken from it has a storage of exactly its own bytes, so saving,
-copying or sharing such a tensor never drags the arena along, and the block is freed, and unlocked, with its last tensor.
+copying or sharing such a tensor never drags the arena along, and the block is unlocked and freed with its last tensor.
 (torch's caching host allocator rounds up to powers of two, and a view of a large tensor is saved with all of it.)
 """
 

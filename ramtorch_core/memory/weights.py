@@ -1,7 +1,7 @@
 """Masters and shadows: the host home of the weights that move together.
 
-In memory, per weight: the master (the user's own `Parameter`, on the host) and, in the group's arena, what crosses to the
-device. When both have one dtype the master lives in the arena and is its own shadow; otherwise the shadow is the
+In memory, per weight: the master (the user's own `Parameter`, on the host) and, in the group's arena, what crosses to
+the device. When both have one dtype the master lives in the arena and is its own shadow; otherwise the shadow is the
 master cast to `dtype`, and `refresh` casts it again after the master was written.
 """
 
@@ -61,8 +61,8 @@ class Weight:
     def written(self, *, look: bool = False) -> bool:
         """Whether the master was written in place, or pointed at other memory, since it was last noted.
 
-        Writes through `.data` leave `_version` as it is. With `look`, a sample of the values is compared too, which sees
-        those that touch most elements (a moving average), though not those that touch few (clamping).
+        Writes through `.data` leave `_version` as it is. With `look`, a sample of the values is compared too, which
+        sees those that touch most elements (a moving average), though not those that touch few (clamping).
         """
         if self.version != self.parameter._version or _storage(self.parameter) != _storage(self.home):
             return True

@@ -17,7 +17,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy `chunk` into `slot` for visit number `needed_by`, not before visit number `after` has ended (-1: at once)."""
+    """Copy `chunk` into `slot` for visit number `needed_by`, once visit number `after` has ended (-1: at once)."""
 
     chunk: int
     slot: int
@@ -30,7 +30,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What the eviction rule may know of a slot: its last use so far, and the next use of what it holds (or `NEVER`)."""
+    """What the eviction rule may know of a slot: its last use so far, and the next use of its content (or `NEVER`)."""
 
     slot: int
     last_use: int

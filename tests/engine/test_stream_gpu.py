@@ -257,7 +257,7 @@ def test_weights_on_the_device_are_slots_and_copies_and_nothing_else() -> None:
     allocated = torch.cuda.memory_allocated() - before
     assert streamer.device_weight_bytes() <= allocated <= streamer.device_weight_bytes() + 4 * 512
     largest = max(group.nbytes for group in streamer.groups)
-    assert streamer.device_weight_bytes() == 2 * largest + streamer._rest.nbytes
+    assert streamer.device_weight_bytes() == 2 * largest + streamer._inventory.rest.nbytes
     streamer.close()
 
 

@@ -7,6 +7,7 @@
 | `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
 | `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |
 | `frontier.py` | sees every torch call of user code and brings in what belongs to another stage |
+| `compiled.py` | keeps the frontier out of compiled code |
 | `loans.py` | weights used away from home, and weights cast once per step |
 | `deferred.py` | the split backward: weight gradients as ops of their own |
 | `dice.py` | random numbers that depend on step, microbatch and stage, not on timing |

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ramtorch_core.engine.pipeline.compiled import Arrive, shield
 from ramtorch_core.engine.pipeline.crew import Crew
 from ramtorch_core.engine.pipeline.dice import Dice
 from ramtorch_core.engine.pipeline.frontier import Frontier
@@ -60,6 +61,8 @@ class Executor:
             module.register_forward_pre_hook(_Entry(self, stage, name, module), with_kwargs=True, prepend=True)
             for stage, (name, module) in enumerate(stages.entries, start=1)
         ]
+        shields = [shield(module, _arriving(weakref.ref(self))) for module in stages.root.modules()]
+        self._unshield = [undo for undo in shields if undo is not None]
         if len(self._unique) > 1:
             begin, end = _Whole(self, "begin_whole"), _Whole(self, "end_whole")
             self._hooks.append(stages.root.register_forward_pre_hook(begin, prepend=True))
@@ -156,12 +159,33 @@ class Executor:
         if calls:
             calls.pop().__exit__(None, None, None)
 
+    def arrive(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a compiled module, in the stage that runs."""
+        current = current_step()
+        if current is None or current[0].homes is not self.stages.homes:
+            return args, kwargs
+        arrived: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, current[1].admit, (args, kwargs))
+        return arrived
+
     def close(self) -> None:
         """Remove the hooks and end the threads. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for undo in self._unshield:
+            undo()
+        self._unshield.clear()
         self._crew.close()
+
+
+def _arriving(executor: "weakref.ref[Executor]") -> Arrive:
+    """`Executor.arrive`, for a module that must not keep the executor alive."""
+
+    def arrive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        owner = executor()
+        return (args, kwargs) if owner is None else owner.arrive(args, kwargs)
+
+    return arrive
 
 
 class _Hook:
