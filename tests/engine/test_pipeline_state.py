@@ -307,3 +307,33 @@ def test_closing_leaves_a_plain_module() -> None:
     after = model.state_dict(keep_vars=True)
     assert all(before[key] is after[key] for key in before)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_compiled_blocks_stay_compiled_and_exact(how: str) -> None:
+    """Nothing is compiled again from one microbatch, step or schedule to the next."""
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = Chain()
+    reference = copy.deepcopy(model)
+    for i, block in enumerate(model.blocks):
+        if how == "method":
+            block.compile(backend=backend)
+        else:
+            model.blocks[i] = torch.compile(block, backend=backend)
+    items = batches(4)
+    accumulate(reference, reference.training_step, items)
+    with pipeline(model, ["blocks.2"]) as executor:
+        assert_same_gradients(model, reference, run(executor, model.training_step, items))
+        first = graphs
+        for schedule in ("gpipe", "zb_h1"):
+            assert_same_gradients(model, reference, run(executor, model.training_step, items, schedule))
+    assert 1 <= first == graphs
+    calls = [vars(block).get("_compiled_call_impl") or vars(block).get("forward") for block in model.blocks]
+    assert not any("shield" in getattr(call, "__qualname__", "") for call in calls)

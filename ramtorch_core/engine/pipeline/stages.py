@@ -146,7 +146,8 @@ def resolve_entries(root: nn.Module, chosen: Sequence[str | nn.Module], stages: 
     for name, module in entries:
         if module is root:
             raise ConfigurationError("the whole module cannot be a cut: name a submodule that begins a stage")
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        uncallable = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+        if uncallable or isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
                 f"cut '{name}' is a {type(module).__name__}, which is never called: name the module inside it that "
                 f"begins the stage, such as '{name}.0'"
