@@ -38,9 +38,11 @@ class Learning:
             self._observer.masters = {id(w.parameter): w for group in groups for w in group.weights}
 
     def observer(self) -> Observer | None:
-        """Who should watch the calling code, if anybody."""
+        """Who should watch the calling code, if anybody: a mode that is entered keeps torch off its fast paths."""
         if self._observer is None or torch.is_grad_enabled() in self._seen:
             return None
+        if self._dtypes.compute is None and self._device.type == "cpu":
+            return None  # there is nothing to see
         self._observer.compute = self._dtypes.compute
         return self._observer
 
