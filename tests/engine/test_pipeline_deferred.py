@@ -75,7 +75,11 @@ class Awkward(Chain):
             x = block(x)
         x = self.square(self.square(x))
         a, b = self.square(x.view(1, *x.shape)).chunk(2, -1)
-        x = torch.cat([b, a], -1)[0] + F.linear(x, self.square.weight.t())
+        x = (
+            torch.cat([b, a], -1)[0]
+            + F.linear(x, self.square.weight.t())
+            + F.linear(input=x, weight=self.square.weight)
+        )
         return F.cross_entropy(self.head(x), y) + self.head.weight.pow(2).sum()
 
 

@@ -48,6 +48,7 @@ class Frontier(TorchFunctionMode):
         super().__init__()
         self.microbatch = microbatch
         self.several_devices = several_devices
+        self._split_backward = isinstance(microbatch, Microbatch) and microbatch.deferrals is not None
 
     @override
     def __torch_function__(
@@ -60,7 +61,7 @@ class Frontier(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif name == "__set__" or func in _NO_COMPUTATION:
             return func(*args, **kwargs)
-        if func in _SPLIT and self._splits(args, kwargs):
+        if self._split_backward and func in _SPLIT and self._splits(args, kwargs):
             return self.microbatch.defer(func, args, kwargs)
         one_device = self.several_devices and func not in _BETWEEN_DEVICES
         if self._has_foreign(args, kwargs, one_device):
@@ -73,20 +74,24 @@ class Frontier(TorchFunctionMode):
         """Whether the call's weights are this stage's and their gradients deferred."""
         weights = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
         return (
-            any(map(self.microbatch.may_defer, weights))
+            bool(args)
+            and any(map(self.microbatch.may_defer, weights))
             and all(self.microbatch.may_defer(weight) or not weight.requires_grad for weight in weights)
             and isinstance(args[0], Tensor)
             and not isinstance(args[0], torch.nn.Parameter)
         )
 
     def _has_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any], one_device: bool) -> bool:
+        """Runs for every call: plain loops, no generators."""
         microbatch = self.microbatch
         device = microbatch.device if one_device else None
-        for tensor in _tensors(args, kwargs):
-            if tensor.requires_grad and microbatch.is_foreign(tensor):
-                return True
-            if device is not None and tensor.device != device:
-                return True
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor) and (
+                    (tensor.requires_grad and microbatch.is_foreign(tensor))
+                    or (device is not None and tensor.device != device)
+                ):
+                    return True
         return False
 
     def _localize(
