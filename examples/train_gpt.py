@@ -57,12 +57,6 @@ class LanguageModel(L.LightningModule):
     def predict_step(self, prompt: Tensor, batch_index: int) -> Tensor:
         return self.model.generate(prompt, self.hparams.sample_bytes)
 
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clips by norm; Lightning's own hook refuses fused optimizers under bf16-mixed, though it has no scaler."""
-        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
-
     def configure_optimizers(self) -> dict:
         """AdamW with weight decay on matrices alone; its fused kernel exists for the CPU too, and is far faster."""
         parameters = list(self.parameters())

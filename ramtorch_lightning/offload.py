@@ -27,6 +27,7 @@ from ramtorch_lightning._lightning import (
 from ramtorch_lightning.checkpoint import LocalCheckpointIO
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.refusals import (
+    allow_clipping,
     check_optimizer,
     check_precision,
     check_single_process,
@@ -102,6 +103,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         self._streamer: Streamer | None = None
         self._training = True
         self._steps = 0
+        self._logged_table = ""
 
     @property
     def streamer(self) -> Streamer:
@@ -167,6 +169,7 @@ class OffloadStrategy(SingleDeviceStrategy):
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 check_optimizer(optimizer)
+                allow_clipping(optimizer, self.precision_plugin)
         self.setup_precision_plugin()
         assert self.lightning_module is not None
         self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
@@ -180,7 +183,12 @@ class OffloadStrategy(SingleDeviceStrategy):
         with self.precision_plugin.forward_context():
             self._streamer.prepare()
         self._steps = 0
-        rank_zero_info(f"OffloadStrategy on {self.root_device}:\n{format_rows(self.chunk_table())}")
+        table = format_rows(self.chunk_table())
+        if table != self._logged_table:
+            self._logged_table = table
+            rank_zero_info(f"OffloadStrategy on {self.root_device}:\n{table}")
+            if not self._streamer.groups:
+                rank_zero_warn("nothing streams: every tensor is pinned, shared or smaller than resident_below")
 
     @override
     def teardown(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ramtorch_core import ConfigurationError
 from ramtorch_lightning._lightning import Precision
 
-__all__ = ["check_optimizer", "check_precision", "check_single_process", "devices_were_automatic"]
+__all__ = ["allow_clipping", "check_optimizer", "check_precision", "check_single_process", "devices_were_automatic"]
 
 _PRECISIONS = {
     "BitsandbytesPrecision": "it replaces weights by quantised ones that live on the GPU",
@@ -52,6 +52,16 @@ def check_precision(plugin: Precision) -> None:
                 f"{type(plugin).__name__} does not work with weights in RAM: {_PRECISIONS[kind.__name__]}. Use "
                 f"precision='bf16-mixed', '16-mixed', or one of the '-true' precisions."
             )
+
+
+def allow_clipping(optimizer: Optimizer, precision: Precision) -> None:
+    """Let Lightning clip before a fused optimizer when there is no gradient scaler.
+
+    Such optimizers announce that they can unscale gradients themselves, and Lightning then refuses to clip, whether or
+    not anything is scaled.
+    """
+    if getattr(precision, "scaler", None) is None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

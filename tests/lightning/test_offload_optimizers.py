@@ -300,3 +300,21 @@ def test_one_batch_only_overfits_the_same() -> None:
 def test_max_steps_and_limits_stop_at_the_same_step() -> None:
     found = compare_fits(Classifier, max_epochs=-1, max_steps=5, limit_train_batches=3, train=lambda: loader(32))
     assert found.trainer.global_step == 5
+
+
+@EVERY_PRECISION
+def test_a_fused_optimizer_is_clipped_where_nothing_scales_gradients(precision: Any) -> None:
+    """Lightning refuses this under autocast by itself, so the resident run clips with an optimizer that is not fused."""
+
+    class Fused(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+
+    class Plain(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, foreach=False)
+
+    mine = fit(Fused, Watched(), precision=precision, gradient_clip_val=0.01).model
+    theirs = fit(Plain, precision=precision, gradient_clip_val=0.01).model
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
