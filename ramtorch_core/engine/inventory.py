@@ -180,6 +180,9 @@ class Inventory:
     def release(self) -> None:
         """Give back arenas, slots and copies; masters keep their values."""
         self.device.synchronize()
+        if self.built:
+            self.window.slots.clear()
+            self._storages.clear()
         self.rest.release()
         for group in self.groups:
             group.release()

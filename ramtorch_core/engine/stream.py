@@ -386,6 +386,7 @@ class Streamer:
         for forward in self._forwards:
             forward.remove()
         self._inventory.release()
+        self.gradients.release()
         self._inventory.place_residents(torch.device("cpu"))
         move_buffers(self.root, torch.device("cpu"))
 

@@ -177,6 +177,12 @@ class Gradients:
             if not book.gradients:
                 del self._books[group]
 
+    def release(self) -> None:
+        """Forget everything; published `.grad` tensors stay with their masters."""
+        self._moving.clear()
+        self._books.clear()
+        self._bounce = None
+
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients occupy."""
         books = self._books.values()
