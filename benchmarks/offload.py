@@ -98,12 +98,17 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     streamed = arguments.system == "streamed"
-    module = Stack(arguments.layers, arguments.width, not streamed and arguments.activations == "checkpoint", arguments.learn)
+    module = Stack(
+        arguments.layers, arguments.width, not streamed and arguments.activations == "checkpoint", arguments.learn
+    )
     parameters = sum(parameter.numel() for parameter in module.parameters())
     strategy: Any = "auto"
     if streamed:
         strategy = Quiet(
-            window=arguments.window, pin=arguments.pin, activations=arguments.activations, host_memory=arguments.host_memory
+            window=arguments.window,
+            pin=arguments.pin,
+            activations=arguments.activations,
+            host_memory=arguments.host_memory,
         )
     clock = Clock()
     trainer = L.Trainer(
@@ -144,7 +149,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pin", type=int, default=0)
     parser.add_argument("--activations", choices=["checkpoint", "keep"], default="checkpoint")
     parser.add_argument("--host-memory", type=int, default=110 << 30, help="bytes of RAM that may be used")
-    parser.add_argument("--learn", action=argparse.BooleanOptionalAction, default=True, help="AdamW, or a learning rate of 0")
+    parser.add_argument("--learn", action=argparse.BooleanOptionalAction, default=True, help="AdamW, or a rate of 0")
     return parser.parse_args()
 
 

@@ -35,6 +35,10 @@ def seconds(step: Callable[[], object], device: str, repeats: int) -> float:
     return statistics.median(laps)
 
 
+def stack(chunks: int) -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(chunks)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -45,8 +49,7 @@ def main() -> None:
     x = torch.randn(4, 64, device=arguments.device)
     for activations in ("keep", "checkpoint"):
         for learning in (False, True):
-            net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(arguments.chunks)])
-            plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(arguments.chunks)])
+            net, plain = stack(arguments.chunks), stack(arguments.chunks)
             plain.to(arguments.device)
 
             def step(model: nn.Module) -> Tensor:

@@ -1,6 +1,6 @@
 """What only a GPU can show: streams, events, page-locking, memory. Each against the resident run, bit for bit.
 
-Every run poisons slots with NaN before each copy and puts a long kernel in front of each chunk, so that a copy that does
+Every run poisons slots with NaN before each copy and puts a long kernel in front of each chunk: a copy that does
 not wait for compute, or compute that does not wait for a copy, changes the result.
 """
 
@@ -73,7 +73,7 @@ class UserCheckpoint(Block):
 
 
 class Keywords(nn.Module):
-    """Called with keyword arguments only, so that nothing positional tells torch which device's random state to save."""
+    """Called with keyword arguments only: nothing positional tells torch which device's random state to save."""
 
     def __init__(self) -> None:
         super().__init__()

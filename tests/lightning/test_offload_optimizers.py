@@ -304,7 +304,7 @@ def test_max_steps_and_limits_stop_at_the_same_step() -> None:
 
 @EVERY_PRECISION
 def test_a_fused_optimizer_is_clipped_where_nothing_scales_gradients(precision: Any) -> None:
-    """Lightning refuses this under autocast by itself, so the resident run clips with an optimizer that is not fused."""
+    """Lightning refuses this under autocast, so the resident run clips with an optimizer that is not fused."""
 
     class Fused(Classifier):
         def configure_optimizers(self) -> Any:
