@@ -213,7 +213,9 @@ class OffloadModel(nn.Module):
             ConfigurationError: both or neither of `loss_fn` and `grad_outputs` are given.
         """
         if (loss_fn is None) == (grad_outputs is None):
-            raise ConfigurationError("give step() either loss_fn= (and targets=) or grad_outputs=: one of them")
+            raise ConfigurationError(
+                "give step() either loss_fn= (and targets=) or grad_outputs=, not both, not neither"
+            )
         private = self._take_device_grads()
         self._streamer.gradients.hold = True
         try:

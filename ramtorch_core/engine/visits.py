@@ -10,7 +10,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from ramtorch_core.engine.activations import BufferSnapshot, checkpoint_call
 from ramtorch_core.engine.backward import BackwardPasses, current_task
@@ -82,7 +83,8 @@ class Visits:
         """`inner(*args, **kwargs)`, the chunk's own forward, as a visit."""
         exact = self._needs_exact(chunk)
         if not torch.is_grad_enabled():
-            with self._lent(chunk, exact):
+            unwatched = exact and self.observing is not None and _get_current_function_mode() is self.observing
+            with self._lent(chunk, exact), _pop_mode_temporarily() if unwatched else contextlib.nullcontext():
                 return inner(*args, **kwargs)
         if self.activations is Activations.KEEP:
             with self._lent(chunk, exact), self._hooks(chunk):
@@ -230,6 +232,8 @@ class Visits:
         group = chunk.group
         if group is None or all(weight.own_shadow for weight in group.weights):
             return False
+        if self.device.torch.type == "cpu" and not torch.is_grad_enabled() and _may_be_fused(chunk.module):
+            return True
         exact = self.ambient() != self.dtypes.compute
         if exact and not self.dtypes.warned:
             self.dtypes.warned = True
@@ -283,3 +287,12 @@ class Visits:
         slot = self.inventory.window.find(group)
         assert slot is not None
         return slot
+
+
+def _may_be_fused(module: nn.Module) -> bool:
+    """Whether torch may run attention in `module` as one kernel when evaluating; it looks at the dtype of the weights.
+
+    With CUDA's autocast it never does, but it does not ask for that of the CPU.
+    """
+    fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    return any(isinstance(part, fused) and not part.training for part in module.modules())

@@ -127,10 +127,10 @@ def test_a_compiled_lightning_module_compiles_frames_and_trains_the_same(backend
 
     def weights(strategy: Any) -> Any:
         torch.manual_seed(1)
-        model = Silent()
+        model = Silent(Net(depth=2))
         compiled = torch.compile(model, backend=backend)
         torch.manual_seed(2)
-        make_trainer(strategy).fit(compiled, loader(), loader(8))
+        make_trainer(strategy, max_epochs=1, limit_train_batches=2).fit(compiled, loader())
         return model.state_dict()
 
     expected = weights("auto")

@@ -49,6 +49,29 @@ def test_kinds_of_layers_train_the_same_in_every_precision(precision: Any) -> No
     compare_fits(lambda: Classifier(Mixed()), precision=precision)
 
 
+class Encoder(nn.Module):
+    """Attention with batches first: torch evaluates it as one kernel, which depends on the dtype of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.unsqueeze(1) * torch.arange(1.0, 4.0, dtype=x.dtype).view(1, 3, 1))
+        x = self.attention(x, x, x, need_weights=False)[0]
+        out: Tensor = self.head(self.layer(x.to(self.norm.weight.dtype)).sum(1))
+        return out
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_attention_evaluates_and_trains_the_same(precision: Any, activations: str) -> None:
+    compare_fits(lambda: Classifier(Encoder()), precision=precision, strategy={"activations": activations})
+
+
 def scaler(initial: float = 2.0**10) -> list[Any]:
     return [
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=3))
