@@ -212,7 +212,7 @@ def test_an_error_in_the_loss_drops_the_step_and_keeps_the_held_gradients():
 @pytest.mark.parametrize("arguments", [{}, {"loss_fn": torch.sum, "grad_outputs": torch.ones(3, WIDTH)}])
 def test_a_loss_and_grad_outputs_exclude_each_other(arguments):
     _, model = pair()
-    with model, pytest.raises(ConfigurationError, match="either loss_fn= .*or grad_outputs="):
+    with model, pytest.raises(ConfigurationError, match=r"either loss_fn= .*or grad_outputs="):
         model.step(data(), **arguments)
 
 

@@ -1,100 +1,13 @@
-"""Autocast, and the dtype in which each weight crosses, against the plain resident run under the same autocast."""
+"""Training under autocast, streamed, against the plain resident run under the same autocast."""
 
-import logging
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from stream_cases import WIDTH, Block, Stack, assert_equals_resident, data, every_mode, every_policy, stack, streaming
+from autocast_cases import HALVES, ON_ROWS, Doubled, Functional, Island, halves, training
+from stream_cases import WIDTH, Block, Stack, assert_equals_resident, data, every_mode, every_policy, stack
 from torch import Tensor, nn
-
-from ramtorch_core.errors import ConfigurationError
-
-HALVES = [torch.bfloat16, torch.float16]
-halves = pytest.mark.parametrize("dtype", HALVES)
-
-
-def training(dtype: torch.dtype, *size: int, microbatches: int = 1, remember: bool = False):
-    """A training step with forwards under autocast to `dtype`, which remembers its casts or casts for each use."""
-
-    def step(model, optimizer, index):
-        optimizer.zero_grad()
-        results = []
-        for microbatch in range(microbatches):
-            with torch.autocast("cpu", dtype, cache_enabled=remember):
-                y = model(data(10 * index + microbatch, *size))
-                loss = y.float().square().mean()
-            loss.backward()
-            results += [y.detach(), loss.detach()]
-        optimizer.step()
-        return results
-
-    return step
-
-
-class Functional(nn.Module):
-    """Raw parameters whose only use is one matrix product each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(torch.addmm(self.bias, x, self.first), self.second).tanh()
-
-
-class Doubled(nn.Linear):
-    """Multiplies its weight first, in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * 2, self.bias).tanh()
-
-
-class Reused(nn.Linear):
-    """Uses its weight twice: one cast use and one in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.weight.sum(0)
-
-
-class UsedTwice(nn.Linear):
-    """Casts its weight twice; autocast casts once and adds both gradients in half precision."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.tanh(super().forward(x)))
-
-
-class Island(nn.Linear):
-    """Computes in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(x.float())
-
-
-class OwnAutocast(nn.Linear):
-    """Brings its own autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-
-class Transposed(nn.Linear):
-    """A view of the weight goes into the product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.weight.t()) + self.bias
-
-
-class Sliced(nn.Linear):
-    """Only parts of the weight go into each product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.weight.chunk(2)
-        return torch.cat([F.linear(x, first), F.linear(x, second)], -1) + self.bias
 
 
 class Attention(nn.Module):
@@ -114,9 +27,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rnn(x)[0]
-
-
-ON_ROWS = [Functional, Doubled, Reused, UsedTwice, Island, OwnAutocast, Transposed, Sliced]
 
 
 @every_mode
@@ -291,94 +201,3 @@ def test_a_scaler_scales_and_unscales_as_in_plain_training(dtype):
         return loss.detach()
 
     assert_equals_resident(stack, step)
-
-
-def dtypes_after(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, remember: bool = False, **options: object
-) -> dict[str, torch.dtype]:
-    """In which dtype each weight crosses after three observed steps."""
-    with streaming(model, **options) as streamer:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for index in range(3):
-            training(dtype, remember=remember)(model, optimizer, index)
-        weights = [weight for group in streamer.groups for weight in group.weights]
-        return {weight.name: weight.dtype for weight in weights} | {w.name: w.dtype for w in streamer.census.copies}
-
-
-@halves
-def test_linear_weights_cross_in_half_precision_and_norms_do_not(dtype):
-    found = dtypes_after(stack(1), dtype)
-    assert found["blocks.0.up.weight"] == found["blocks.0.down.weight"] == dtype
-    assert found["blocks.0.norm.weight"] == torch.float32
-
-
-def test_raw_parameters_whose_only_use_is_a_product_are_promoted_after_they_were_seen():
-    found = dtypes_after(Stack(Functional()))
-    assert found == dict.fromkeys(["blocks.0.first", "blocks.0.second", "blocks.0.bias"], torch.bfloat16)
-
-
-def test_a_weight_cast_twice_crosses_in_half_precision_where_autocast_remembers_its_casts():
-    assert dtypes_after(Stack(UsedTwice(WIDTH, WIDTH)), remember=True)["blocks.0.weight"] == torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", [Doubled, Reused, UsedTwice, Island])
-def test_weights_that_need_all_their_bits_cross_in_their_own_dtype(kind):
-    assert dtypes_after(Stack(kind(WIDTH, WIDTH)))["blocks.0.weight"] == torch.float32
-
-
-def test_nothing_crosses_in_half_precision_without_autocast():
-    model = stack(1)
-    with streaming(model) as streamer:
-        for index in range(3):
-            model(data(index)).sum().backward()
-        assert {weight.dtype for group in streamer.groups for weight in group.weights} == {torch.float32}
-
-
-def test_half_precision_shadows_halve_the_slots():
-    model = Stack(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    with streaming(model, window=2) as streamer:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(data(0, 3, 64))
-        assert streamer.device_weight_bytes() == 2 * 64 * 64 * 2
-
-
-@every_policy
-def test_stream_dtype_float32_is_exact_under_autocast(mode):
-    assert_equals_resident(stack, training(torch.bfloat16), stream_dtype=torch.float32, **mode)
-    assert set(dtypes_after(stack(1), stream_dtype=torch.float32).values()) == {torch.float32}
-
-
-def test_stream_dtype_by_pattern_takes_the_first_match():
-    override = {"*.up.weight": torch.float32, "*.up.*": torch.float16}
-    found = dtypes_after(stack(1), torch.float16, stream_dtype=override)
-    assert found["blocks.0.up.weight"] == torch.float32
-    assert found["blocks.0.up.bias"] == found["blocks.0.down.weight"] == torch.float16
-
-
-def test_stream_dtype_rounds_even_what_autocast_would_not():
-    plain, model = Stack(Doubled(WIDTH, WIDTH)), Stack(Doubled(WIDTH, WIDTH))
-    model.load_state_dict(plain.state_dict())
-    with torch.no_grad():
-        plain.blocks[0].weight.copy_(plain.blocks[0].weight.bfloat16())
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        torch.no_grad(),
-        streaming(model, stream_dtype={"*weight": torch.bfloat16}),
-    ):
-        assert torch.equal(model(data()), plain(data()))
-
-
-@pytest.mark.parametrize("wrong", ["half", torch.int8, {"*": torch.int64}, {"*": "bf16"}, 16])
-def test_an_unknown_stream_dtype_is_refused(wrong):
-    with pytest.raises(ConfigurationError, match="stream_dtype"):
-        streaming(stack(1), stream_dtype=wrong).__enter__()
-
-
-def test_visits_outside_of_autocast_after_half_precision_shadows_are_told_once(caplog):
-    model = stack(2)
-    with streaming(model), caplog.at_level(logging.WARNING):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(data()).sum().backward()
-        for _ in range(2):
-            model(data()).sum().backward()
-    assert sum("outside of autocast" in message for message in caplog.messages) == 1
