@@ -77,7 +77,8 @@ class _Book:
         """Reuse the regions whose `.grad` the user set to None, unless somebody still holds one."""
         kept = {w: g for w, g in self.gradients.items() if g.pending or w.parameter.grad is g.host}
         self.gradients = kept
-        if self.arena is not None and self.arena.tensors_alive() > len(self.gradients):
+        ours = sum(gradient.arena is self.arena for gradient in kept.values())
+        if self.arena is not None and self.arena.tensors_alive() > ours:
             self.arena = None
 
     def fresh(self, weight: Weight) -> _Gradient:
@@ -192,13 +193,15 @@ class Gradients:
 
     def _publish(self, book: _Book, weight: Weight, gradient: _Gradient, scale: float) -> None:
         host, master = gradient.host, weight.parameter
+        wide = gradient.wide = gradient.wide if gradient.version == host._version else None
+        total = host if wide is None else wide
         if scale != 1.0:
-            host.mul_(scale)
-            if gradient.wide is not None:
-                gradient.wide.mul_(scale)
+            total.mul_(scale)
         if gradient.withdrawn and master.grad is not None:
-            host.add_(master.grad)
+            total.add_(master.grad)
             master.grad = None
+        if wide is not None:
+            host.copy_(wide)
         gradient.withdrawn = False
         if master.grad is None:
             master.grad = host

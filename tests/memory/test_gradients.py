@@ -187,3 +187,39 @@ def test_what_is_held_survives_that_its_group_is_forgotten():
     assert (grads(made)[0] == 1.0).all()
     store.forget(made)
     assert store.host_bytes() == 0
+
+
+def test_memory_that_somebody_holds_is_not_reused_while_gradients_lie_in_two_arenas():
+    store, made = Gradients(CPU), group((300,), (400,))
+    held = []
+    for value in (1.0, 2.0, 4.0):  # the second weight accumulates in the first arena
+        receive(store, made, value, value)
+        store.finish()
+        held.append(grads(made)[0])
+        made.weights[0].parameter.grad = None
+    assert [tensor[0].item() for tensor in held] == [1.0, 2.0, 4.0]
+    assert (grads(made)[1] == 7.0).all()
+
+
+def test_what_the_host_adds_to_a_half_precision_gradient_is_not_lost_later():
+    store, made = Gradients(CPU), group((3,), dtype=torch.bfloat16)
+    receive(store, made, 1.0)
+    store.finish()
+    receive(store, made, 2.0)
+    made.weights[0].parameter.grad = torch.full((3,), 10.0, dtype=torch.bfloat16)  # as autograd does
+    store.finish()
+    receive(store, made, 1.0)
+    store.finish()
+    assert (grads(made)[0] == 14.0).all()
+
+
+def test_a_scaled_half_precision_gradient_is_rounded_once():
+    store, made = Gradients(CPU), group((4,), dtype=torch.bfloat16)
+    store.hold = True
+    for value in (1.0, 0.003):
+        receive(store, made, value)
+        store.finish()
+    total = 1.0 + torch.tensor(0.003).bfloat16().float()
+    store.publish(0.7)
+    assert (grads(made)[0] == (total * (0.7)).bfloat16()).all()
+    assert (total.bfloat16() * (0.7)).bfloat16() != (total * (0.7)).bfloat16()
