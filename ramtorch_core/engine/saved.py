@@ -75,7 +75,9 @@ class SavedTensors:
                 return self._reference(tensor, *found)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
-            return _Kept(tensor, tensor._version)
+            # Detached, because what is saved may be the output of the very node that saves it: kept as it is, it would
+            # keep its graph alive for ever, and nobody could see the cycle. It shares the version counter.
+            return _Kept(tensor.detach(), tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield

@@ -1,8 +1,12 @@
 """Weights saved for backward are references into whatever slot holds them then."""
 
+import gc
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
-from stream_cases import WIDTH, Block, Stack, assert_same, data, stack, streaming
+from stream_cases import WIDTH, Block, Stack, assert_same, data, every_policy, stack, streaming
 from torch import Tensor, nn
 
 
@@ -79,3 +83,63 @@ def test_a_graph_from_before_the_tree_was_divided_anew_is_exact():
     model.load_state_dict(plain.state_dict())
     with streaming(model, activations="keep"):
         assert_same(train(model), train(plain))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Traced(torch.autograd.Function):
+    """The identity, whose node can be watched."""
+
+    @staticmethod
+    def forward(_ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+@every_policy
+@pytest.mark.usefixtures("no_collector")
+def test_a_graph_without_a_backward_dies_with_its_output_though_nodes_save_their_outputs(mode):
+    class SavesOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x).exp().sigmoid().softmax(-1)
+
+    model = Stack(SavesOutputs(), SavesOutputs())
+    with streaming(model, **mode):
+        model(data())  # the first visits are watched
+        traced = Traced.apply(data().requires_grad_())
+        node = weakref.ref(traced.grad_fn)
+        y = model(traced)
+        del traced
+        assert node() is not None
+        del y
+        assert node() is None
+
+
+def test_what_a_node_saves_of_its_output_still_raises_when_it_is_written():
+    class Exp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.lin(x).exp()
+            z = y * 2
+            y.add_(1)
+            return z
+
+    model = Stack(Exp())
+    with streaming(model, activations="keep"), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(data()).sum().backward()
