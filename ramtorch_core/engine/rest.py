@@ -1,7 +1,7 @@
 """The rest: tensors whose copies stay on the device, because they are small, shared, or used outside of any chunk.
 
-They are one group with a permanent slot and one permanent Lend node. While a step runs their modules compute with the
-copies; outside of it they show the masters.
+They are one group with a permanent slot, which has the two events that every slot has, and one permanent Lend node.
+While a step runs their modules compute with the copies; outside of it they show the masters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ramtorch_core.engine.lend import Collector, Placement, lend
-from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
 
@@ -33,6 +33,7 @@ class Rest:
         self._buffer = torch.empty(0)
         self._requires_grad: list[bool] = []
         self._recurrent: list[int] = []
+        self._free: Event = COMPLETE  # the last use of the copies that has ended, on whatever stream
         self.users = 0
 
     @property
@@ -52,12 +53,14 @@ class Rest:
         """One more user; the first lets the modules compute with the copies."""
         self.users += 1
         if self.users == 1:
+            self.device.wait(self.group.copied)
             self._placement.show(self._tensors())
 
     def leave(self) -> None:
         """One user less; the last lets the modules show their masters again."""
         self.users = max(0, self.users - 1)
         if self.users == 0:
+            self._free = self.device.record()
             self._placement.hide()
 
     def refresh(self, *, force: bool = False) -> None:
@@ -66,9 +69,9 @@ class Rest:
         Only the version counters of tensors that changed move, as they would if the copies were the parameters.
         """
         if self.group.arena is not None:
-            changed = self.group.refresh(force=force)
-            if changed:
-                self._copy(changed, count=not force)
+            written = [weight for weight in self.group.weights if weight.written()]
+            if self.group.refresh(force=force):
+                self._copy(written)
         self.follow_toggles()
 
     def follow_toggles(self) -> None:
@@ -96,21 +99,20 @@ class Rest:
     def _stale_graph(self) -> bool:
         return self._requires_grad != [weight.parameter.requires_grad for weight in self.group.weights]
 
-    def _copy(self, changed: Sequence[Weight], *, count: bool = True) -> None:
-        """Copy everything in one piece; `count` tells autograd which copies changed."""
-        arena = self.group.arena
+    def _copy(self, written: Sequence[Weight]) -> None:
+        """Copy everything in one piece, after what still reads the copies; tell autograd which were `written`."""
+        arena, written_set = self.group.arena, set(written)
         if arena is None or not self.group.nbytes:
             return
         with torch.no_grad():
+            self.device.wait(self._free)
             self._buffer.copy_(arena.flat, non_blocking=True)
-            self.group.copied = self.device.record()
             for index in self._recurrent:
                 self._lent[index].data.copy_(self.group.weights[index].shadow, non_blocking=True)
-            if count:
-                changed_set = set(changed)
-                for weight, view in zip(self.group.weights, self._views, strict=True):
-                    if weight in changed_set:
-                        torch.autograd.graph.increment_version(view)
+            self.group.copied = self.device.record()
+            for weight, view in zip(self.group.weights, self._views, strict=True):
+                if weight in written_set:
+                    torch.autograd.graph.increment_version(view)
 
     def _own_version(self, view: Tensor) -> Tensor:
         """The same memory, with a version counter of its own."""

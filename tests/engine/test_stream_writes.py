@@ -192,3 +192,14 @@ def test_an_optimizer_step_inside_a_scope_is_used_by_the_next_forward():
             with streamer.scope():
                 results.append([descend(each, optimizer, index) for index in range(3)])
         assert_same(results[1], results[0])
+
+
+def test_a_small_weight_written_inside_a_scope_raises_in_an_older_graph_as_in_plain_torch():
+    model = stack(2)
+    with streaming(model, resident_below=1 << 20, activations="keep") as streamer, streamer.scope():
+        loss = model(data()).sum()
+        with torch.no_grad():
+            model.blocks[0].norm._parameters["weight"].mul_(3)
+        model(data())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
