@@ -42,8 +42,13 @@ class BackwardTask:
 
     def __call__(self) -> None:
         """Autograd's final callback."""
+        if self._open:
+            self._open = False
+            self._finish(self)
+
+    def cancel(self) -> None:
+        """The step was abandoned: the end of this task, whenever it comes, means nothing any more."""
         self._open = False
-        self._finish(self)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -107,6 +112,13 @@ class BackwardPasses:
 
         If the group was lent several times in one graph, they wait on the device for the last of its nodes.
         """
+        try:
+            self._collect(loan, grads)
+        except BaseException:
+            self.failed()  # now: the traceback may keep the task, whose death would tell, for long
+            raise
+
+    def _collect(self, loan: Loan, grads: Sequence[Tensor | None]) -> None:
         task = self.enter()
         group = self._group_of(loan)
         if group is None:
@@ -117,16 +129,14 @@ class BackwardPasses:
             if grad is not None:
                 known, dtype = bucket.get(weight), weight.parameter.dtype
                 bucket[weight] = grad if known is None else known.to(dtype) + grad.to(dtype)
-        others = (
-            other is not loan and not other.repaid and other.born_in == loan.born_in
-            for other in self.inventory.loans.get(group, ())
-        )
-        if not any(others):
+        if not any(other.is_due() for other in self.inventory.loans.get(group, ())):
             self._send(group, bucket)
         self.visit_over(group)
 
     def abandon(self) -> None:
         """Drop what the passes under way have left."""
+        for task in list(self._tasks.values()):
+            task.cancel()
         for _ in range(self.open):
             self.inventory.rest.leave()
         self.open = 0
@@ -134,14 +144,18 @@ class BackwardPasses:
         self.gradients.drop()
 
     def _finish(self, task: BackwardTask) -> None:
-        for group, bucket in task.pending.items():
-            self._send(group, bucket)
-        self.open -= 1
-        self.inventory.rest.leave()
-        if self.open == 0:
-            self.visit_over(None)
-            self.gradients.finish()
-            self.finished()
+        try:
+            for group, bucket in task.pending.items():
+                self._send(group, bucket)
+            self.open -= 1
+            self.inventory.rest.leave()
+            if self.open == 0:
+                self.visit_over(None)
+                self.gradients.finish()
+                self.finished()
+        except BaseException:
+            self.failed()
+            raise
 
     def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
         if bucket:

@@ -8,7 +8,7 @@ the `__dict__` of the modules that own the weights, where attribute access finds
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,8 @@ class Loan:
 
     Attributes:
         weights: those that require a gradient, in the order of the node's inputs.
-        born_in: the graph task (backward) in which the visit ran, -1 outside of any.
-        repaid: the node has run backward.
+        node: the Lend node, while its graph lives.
+        repaid_in: the graph task (backward) in which the node ran last, -1 before any.
     """
 
     def __init__(
@@ -38,8 +38,15 @@ class Loan:
     ) -> None:
         self.group, self.weights, self.views = group, weights, views
         self.collector = collector
-        self.born_in: int = torch._C._current_graph_task_id()
-        self.repaid = False
+        self.node: Callable[[], Any] = lambda: None
+        self.repaid_in = -1
+
+    def is_due(self) -> bool:
+        """Whether the node is yet to run in the graph task under way."""
+        node = self.node()
+        if node is None or self.repaid_in == torch._C._current_graph_task_id():
+            return False
+        return bool(torch._C._will_engine_execute_node(node))
 
 
 class _Lend(torch.autograd.Function):
@@ -47,7 +54,7 @@ class _Lend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: Loan, *_masters: Tensor) -> tuple[Tensor, ...]:
-        ctx.loan = loan
+        ctx.loan, loan.node = loan, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         views, loan.views = loan.views, ()
         return tuple(view.detach() for view in views)
@@ -66,7 +73,7 @@ class _Lend(torch.autograd.Function):
                     keep = grad
             returned.append(give)
             collected.append(keep)
-        loan.repaid = True
+        loan.repaid_in = torch._C._current_graph_task_id()
         loan.collector.collect(loan, collected)
         return (None, *returned)
 

@@ -253,14 +253,14 @@ class Visits:
 
     def open_backward(self, chunk: Chunk, *, exact: bool = False) -> None:
         """Begin the chunk's backward visit if it is not under way; the next visit ends it at the latest."""
-        task = self.backwards.enter()
+        outside = self.backwards.enter() is None
         chunk = self._present(chunk)
         if chunk.group is None or (self._backward is not None and self._backward.chunk is chunk):
             return
         self.close_backward()
         with torch.inference_mode(False), torch.enable_grad():
             self._backward = self._show(chunk, chunk.group, Direction.BACKWARD, exact, None)
-        if task is None:  # somebody reads saved tensors outside of a backward
+        if outside:  # somebody reads saved tensors outside of a backward
             self.close_backward()
 
     def close_backward(self, group: WeightGroup | None = None) -> None:

@@ -248,3 +248,42 @@ def test_inference_needs_no_host_memory_beyond_the_shadows():
     for training, needed in ((False, half), (True, half + sum(p.nbytes for p in model.parameters()))):
         stream(model, training=training, host_memory=needed).close()
         refused("host memory", model, HostMemoryError, training=training, host_memory=needed - 1)
+
+
+@every_policy
+@pytest.mark.parametrize("place", ["receive", "finish"])
+def test_an_error_while_gradients_travel_leaves_nothing_even_if_its_traceback_is_kept(mode, place, monkeypatch):
+    plain, model = stack(), stack()
+    model.load_state_dict(plain.state_dict())
+    with streaming(model, **mode) as streamer:
+        with monkeypatch.context() as patch:
+            patch.setattr(streamer.gradients, place, lambda *_: (_ for _ in ()).throw(MemoryError(place)))
+            with pytest.raises(MemoryError, match=place) as kept:
+                model(data()).sum().backward()
+        model.zero_grad()
+        for each in (plain, model):
+            for parameter in each.parameters():
+                parameter.data.add_(0.1)
+        losses = [each(data(1)).sum() for each in (plain, model)]
+        del kept  # a task that dies late must not take another step with it
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[1], losses[0])
+        assert_same(state_of(model), state_of(plain))
+
+
+def test_abandoning_a_step_whose_error_is_still_kept_does_not_touch_the_next_one():
+    model, plain = bombs().eval(), bombs().eval()
+    plain.load_state_dict(model.state_dict())
+    with streaming(model) as streamer:
+        model.blocks[1].when = "backward"
+        with pytest.raises(Boom) as kept:
+            model(data()).sum().backward()
+        streamer.abandon()
+        model.blocks[1].when = ""
+        model.zero_grad()
+        loss = model(data(1)).sum()
+        del kept
+        loss.backward()
+        plain(data(1)).sum().backward()
+        assert_same(state_of(model), state_of(plain))

@@ -276,3 +276,20 @@ def test_gradient_memory_does_not_grow_over_many_steps():
             backward(model, index)
             held.append(streamer.gradients.host_bytes())
         assert held == [sum(p.nbytes for p in model.parameters())] * 20
+
+
+@every_policy
+@pytest.mark.parametrize("other", ["unused", "retained"])
+def test_gradients_leave_the_device_during_backward_though_another_graph_of_the_model_lives(mode, other, monkeypatch):
+    model = stack()
+    with streaming(model, **mode) as streamer:
+        kept = model(data(1)).sum()
+        if other == "retained":
+            kept.backward(retain_graph=True)
+        loss = model(data(0)).sum()
+        sent: list[object] = []
+        receive, over = streamer.gradients.receive, streamer._backwards.visit_over
+        monkeypatch.setattr(streamer.gradients, "receive", lambda *given: (sent.append("sent"), receive(*given)))
+        monkeypatch.setattr(streamer._backwards, "visit_over", lambda group: (sent.append("over"), over(group)))
+        loss.backward()
+    assert sent[:8] == ["sent", "over"] * 4
