@@ -269,7 +269,7 @@ def test_activations_inside_of_chunks_are_freed_when_they_are_recomputed(activat
     class Watched(Block):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x).tanh()
-            weakref.finalize(hidden, freed.append, True)
+            weakref.finalize(hidden.untyped_storage(), freed.append, True)
             return x + self.down(hidden)
 
     model = Stack(Watched(), Watched())
