@@ -134,18 +134,14 @@ def test_an_error_in_a_callback_comes_out_as_it_is() -> None:
         fit(Classifier, Watched(), callbacks=lambda: [Raising()])
 
 
-@pytest.mark.parametrize(
-    "hook", ["setup", "configure_model", "configure_optimizers", "train_dataloader", "on_fit_start"]
-)
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers", "on_fit_start"])
 def test_an_error_before_the_first_batch_comes_out_as_it_is(hook: str) -> None:
     def fail(self: Any, *_: Any, **__: Any) -> None:
         raise MineError(hook)
 
     strategy = Watched()
     with pytest.raises(MineError, match=hook):
-        make_trainer(strategy).fit(
-            type("Early", (Classifier,), {hook: fail})(), *([] if hook == "train_dataloader" else [loader()])
-        )
+        make_trainer(strategy).fit(type("Early", (Classifier,), {hook: fail})(), loader())
     assert strategy._streamer is None
     fit(Classifier, strategy := Watched())
     assert strategy.copied_bytes > 0
