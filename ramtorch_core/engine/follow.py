@@ -26,6 +26,7 @@ class OpenVisit:
     direction: Direction
     position: int
     slot: Slot
+    step: object  # of which step: one that was abandoned has nothing left to close
 
 
 _Beginning = tuple[object, Visit, bool]
@@ -47,6 +48,7 @@ class Follower:
         self.visited: set[int] = set()
         self.on_demand = 0  # copies that no plan foresaw, over the whole life
         self._ended: list[bool] = []
+        self._step = object()
         self._plan: TransferPlan | None = None
         self._issued = 0
         self._clock = 0
@@ -77,7 +79,7 @@ class Follower:
         slot = self._planned_slot(position, visit) or self._slot_on_demand(group, position)
         self._clock += 1
         self.window.acquire(slot, self._clock)
-        opened = OpenVisit(group, direction, position, slot)
+        opened = OpenVisit(group, direction, position, slot, self._step)
         if direction is Direction.BACKWARD:
             self._backward = opened
         return opened
@@ -86,7 +88,7 @@ class Follower:
         """End a visit: its slot may be overwritten after the work issued so far. Idempotent."""
         if opened is self._backward:
             self._backward = None
-        if opened.position < len(self._ended) and not self._ended[opened.position]:
+        if opened.step is self._step and not self._ended[opened.position]:
             self._ended[opened.position] = True
             self.window.release(opened.slot)
             self._issue()
@@ -137,6 +139,7 @@ class Follower:
 
     def _clear(self) -> None:
         self.visits, self.transfers, self._ended, self._plan = [], [], [], None
+        self._step = object()
         self.window.forget()
 
     def _planned_slot(self, position: int, visit: Visit) -> Slot | None:

@@ -1,11 +1,14 @@
 """The follower learns a step's itinerary, issues the plan's transfers, and relearns after an excursion."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from stream_cases import assert_same, data, descend, sgd, stack, streaming
+from torch import nn
 
-from ramtorch_core import Streamer
-from ramtorch_core.plan.itinerary import format_itinerary, parse_itinerary, straight_itinerary
+from ramtorch_core import Streamer, attach
+from ramtorch_core.plan.itinerary import Direction, format_itinerary, parse_itinerary, straight_itinerary
 from ramtorch_core.plan.transfers import plan_transfers
 
 
@@ -141,3 +144,17 @@ def test_a_failed_step_teaches_nothing():
             model(data()).sum().backward()
         assert streamer.follower.on_demand - before <= 8
         assert executed(streamer)[0] == format_itinerary(straight_itinerary(range(4)))
+
+
+def test_a_visit_of_an_abandoned_step_closes_nothing_of_the_next() -> None:
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    with closing(attach(net, device="cpu", chunks="*", resident_below=0)) as streamer:
+        streamer.prepare()
+        follower = streamer.follower
+        old = follower.open(streamer.groups[0], Direction.FORWARD)
+        follower.abandon_step()
+        new = follower.open(streamer.groups[0], Direction.FORWARD)
+        follower.close(old)
+        assert new.slot.in_use
+        follower.close(new)
+        assert not new.slot.in_use
