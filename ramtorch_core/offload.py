@@ -148,7 +148,7 @@ class OffloadModel(nn.Module):
         pin: how many chunks stay on the device, spread evenly.
         pin_layers: indices of the chunks that stay on the device; overrides `pin`.
         keep_activations: True keeps them; False and "checkpoint" recompute them, exactly, dropout included.
-        options: further arguments of `attach`.
+        options: further arguments of `attach`; `resident_below` is 0 here, so that every tensor of a chunk streams.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -182,7 +182,7 @@ class OffloadModel(nn.Module):
             window=window,
             pin=pin if pin_layers is None else _pinned(pin_layers, modules, distinct),
             activations="keep" if keep_activations is True else "checkpoint",
-            **options,
+            **{"resident_below": 0, **options},
         )
 
     def forward(self, *inputs: Any) -> Any:
