@@ -145,6 +145,10 @@ class Inventory:
                 return slot.group, weight
         return None
 
+    def in_slot(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` is a slot's."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages
+
     def moved(self) -> bool:
         """Whether the tree no longer holds the parameters that the census found."""
         return any(weight.moved() for weight in self.weights.values())

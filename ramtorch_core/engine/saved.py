@@ -32,6 +32,7 @@ class WeightReference:
     stride: tuple[int, ...]
     byte_offset: int
     version: int
+    copied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,15 @@ class _Kept:
 class _Outer:
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+def hooks_around() -> bool:
+    """Whether what is saved now goes through hooks: of a checkpoint, of a visit, or of the user."""
+    return _active_hooks() is not None
+
+
+def _active_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class SavedTensors:
@@ -65,14 +75,20 @@ class SavedTensors:
         self._locate, self._weight_in, self._device = locate, weight_in, device
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Pack what is saved inside the context."""
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    def hooks(self, *, copied: bool) -> Iterator[None]:
+        """Pack what is saved inside the context.
+
+        Args:
+            copied: unpack copies of weights instead of a slot's memory. Needed where the node that reads a weight may
+                visit other chunks before it computes: another tensor that it saved may be of another chunk, or may be
+                recomputed by a checkpoint around several chunks.
+        """
+        outer: Any = _active_hooks()
 
         def pack(tensor: Tensor) -> object:
             found = self._locate(tensor)
             if found is not None:
-                return self._reference(tensor, *found)
+                return self._reference(tensor, *found, copied)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
             # Detached, because what is saved may be the output of the very node that saves it: kept as it is, it would
@@ -82,7 +98,7 @@ class SavedTensors:
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
-    def _reference(self, tensor: Tensor, group: WeightGroup, weight: Weight) -> object:
+    def _reference(self, tensor: Tensor, group: WeightGroup, weight: Weight, copied: bool) -> object:
         if tensor.is_conj() or tensor.is_neg():
             copy = tensor.clone()
             return _Kept(copy, copy._version)
@@ -95,6 +111,7 @@ class SavedTensors:
             tensor.stride(),
             int(tensor.storage_offset()) * tensor.dtype.itemsize - weight.offset,
             weight.parameter._version,
+            copied,
         )
 
     def _unpack(self, saved: object) -> Tensor:
@@ -109,7 +126,7 @@ class SavedTensors:
             raise RuntimeError(_modified(f"parameter '{saved.weight.name}'", saved))
         view = self._view(saved)
         # With create_graph=True the view is saved again, without these hooks: it must not be a slot's memory.
-        return view.clone() if torch.is_grad_enabled() else view
+        return view.clone() if saved.copied or torch.is_grad_enabled() else view
 
     def _view(self, saved: WeightReference) -> Tensor:
         weight = saved.weight

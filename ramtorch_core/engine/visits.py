@@ -7,11 +7,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map_only
 
 from ramtorch_core.engine.activations import BufferSnapshot, checkpoint_call
 from ramtorch_core.engine.backward import BackwardPasses, current_task
@@ -21,7 +23,7 @@ from ramtorch_core.engine.inventory import Inventory
 from ramtorch_core.engine.lend import Loan, Placement, lend
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.observe import Observer, Use
-from ramtorch_core.engine.saved import SavedTensors
+from ramtorch_core.engine.saved import SavedTensors, hooks_around
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Slot
@@ -82,17 +84,36 @@ class Visits:
     def forward(self, inner: Callable[..., Any], chunk: Chunk, args: Any, kwargs: Any) -> Any:
         """`inner(*args, **kwargs)`, the chunk's own forward, as a visit."""
         exact = self._needs_exact(chunk)
+        inner = partial(self._call, inner, chunk)
         if not torch.is_grad_enabled():
             unwatched = exact and self.observing is not None and _get_current_function_mode() is self.observing
             with self._lent(chunk, exact), _pop_mode_temporarily() if unwatched else contextlib.nullcontext():
                 return inner(*args, **kwargs)
         if self.activations is Activations.KEEP:
-            with self._lent(chunk, exact), self._hooks(chunk):
+            with self._lent(chunk, exact), self._hooks(chunk, hooks_around()):
                 output = inner(*args, **kwargs)
         else:
             output = self._checkpointed(inner, chunk, exact, args, kwargs)
         self.watch(chunk, output, args, kwargs, exact=exact)
         return output
+
+    def _call(self, inner: Callable[..., Any], chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
+        """The chunk's own forward. Weights that it returns, or views of them, become copies: they outlive the visit."""
+        output = inner(*args, **kwargs)
+        if not any(map(self._in_slot, tensors_in(output))):
+            return output
+        output = tree_map_only(Tensor, lambda tensor: tensor.clone() if self._in_slot(tensor) else tensor, output)
+        if any(map(self._in_slot, tensors_in(output))):
+            raise RamtorchError(
+                f"chunk '{chunk.name}' returns its own weights inside a {type(output).__name__}, and they leave the "
+                f"device when its forward ends: return tensors, tuples, lists or dicts, or pin the chunk "
+                f"(pin=['{chunk.name}'])"
+            )
+        return output
+
+    def _in_slot(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return self.inventory.in_slot(tensor)
 
     def watch(self, chunk: Chunk | None, output: Any, args: Any, kwargs: Any, *, exact: bool = False) -> None:
         """Let the first gradient of an output open the chunk's backward visit (None: just join the backward)."""
@@ -118,18 +139,18 @@ class Visits:
 
     def _checkpointed(self, inner: Callable[..., Any], chunk: Chunk, exact: bool, args: Any, kwargs: Any) -> Any:
         snapshot = BufferSnapshot(chunk.module)
-        again, observer = False, self.observing
+        again, observer, around = False, self.observing, hooks_around()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
             if not again:
                 again = True
                 try:
-                    with self._hooks(chunk):
+                    with self._hooks(chunk, around):
                         return inner(*args, **kwargs)
                 finally:
                     snapshot.keep_changed()
-            with self._recomputing(chunk, exact, observer), snapshot.restored(), self._hooks(chunk):
+            with self._recomputing(chunk, exact, observer), snapshot.restored(), self._hooks(chunk, around):
                 return inner(*args, **kwargs)
 
         with self._lent(chunk, exact):
@@ -224,8 +245,8 @@ class Visits:
                 f"parameters outside of forward."
             )
 
-    def _hooks(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
-        return self._saved.hooks() if chunk.group is not None else contextlib.nullcontext()
+    def _hooks(self, chunk: Chunk, around: bool) -> contextlib.AbstractContextManager[None]:
+        return self._saved.hooks(copied=around) if chunk.group is not None else contextlib.nullcontext()
 
     def _needs_exact(self, chunk: Chunk) -> bool:
         """Whether the chunk has shadows in half precision, and this visit is not under autocast to their dtype."""

@@ -6,8 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stream_cases import WIDTH, Block, Stack, assert_same, data, every_policy, stack, streaming
+from stream_cases import (
+    WIDTH,
+    Block,
+    Stack,
+    assert_equals_resident,
+    assert_same,
+    data,
+    every_mode,
+    every_policy,
+    stack,
+    streaming,
+)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def test_no_slot_memory_is_saved_between_forward_and_backward():
@@ -143,3 +155,68 @@ def test_what_a_node_saves_of_its_output_still_raises_when_it_is_written():
     model = Stack(Exp())
     with streaming(model, activations="keep"), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(data()).sum().backward()
+
+
+class Scale(nn.Module):
+    """Its backward reads the weight before the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.weight
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(Scale(), Scale(), Scale())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+
+class CheckpointedScales(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.parts, x, use_reentrant=False)
+
+
+@every_mode
+@pytest.mark.parametrize(("kind", "chunks"), [(Scales, [Scales, Scale]), (CheckpointedScales, [Scale])])
+def test_a_weight_read_before_a_recompute_of_several_chunks_is_exact(mode, kind, chunks):
+    assert_equals_resident(lambda: Stack(kind(), kind(), kind()), chunks=chunks, **mode)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x @ (self.weight * other)
+
+
+class Caller(nn.Module):
+    """Calls a chunk that is no part of it, with its own weight as an argument."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.__dict__["product"] = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.__dict__["product"](x, self.weight)
+
+
+class ProductStack(Stack):
+    def __init__(self) -> None:
+        product = Product()
+        super().__init__(nn.Linear(WIDTH, WIDTH), Caller(product), nn.Linear(WIDTH, WIDTH))
+        self.product = product
+
+
+@pytest.mark.parametrize("window", [2, 3])
+@every_policy
+def test_one_node_that_saves_the_weights_of_two_chunks_is_exact(mode, window):
+    assert_equals_resident(ProductStack, chunks=["product", "blocks.*"], window=window, **mode)
