@@ -21,15 +21,16 @@ class LocalCheckpointIO(TorchCheckpointIO):
     """Ordinary Lightning checkpoints; local files are written through a temporary file, and read memory-mapped.
 
     A local checkpoint is written next to its final place and renamed when it is complete and on disk, so a crash
-    leaves the previous one whole. (Lightning's own default serialises into memory first, which is used for small
-    checkpoints.) Tensors are read from the mapped file as they are needed. Other file systems are handled as Lightning
-    does.
+    leaves the previous one whole, and tensors that are still read from it keep their values. Tensors are read from the
+    mapped file as they are needed. Small checkpoints (which Lightning serialises into memory first, and may write over
+    the previous ones) and other file systems are handled as Lightning does.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         local = storage_options is None and _is_local(path)
-        if not local or _tensor_bytes(checkpoint) < IN_MEMORY_BYTES:
+        small = local and _tensor_bytes(checkpoint) < IN_MEMORY_BYTES and not _may_be_mapped(Path(_local(path)))
+        if not local or small:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(_local(path))
@@ -53,8 +54,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        local = _is_local(path) and Path(_local(path)).is_file()
-        if local and _is_zip(Path(_local(path))):
+        if _is_local(path) and _may_be_mapped(Path(_local(path))):
             loaded: dict[str, Any] = torch.load(_local(path), map_location="cpu", weights_only=weights_only, mmap=True)
             return loaded
         return super().load_checkpoint(path, map_location, weights_only)
@@ -74,7 +74,9 @@ def _local(path: str | Path) -> str:
     return text.removeprefix("file://") if text.startswith("file://") else text
 
 
-def _is_zip(path: Path) -> bool:
-    """Whether torch can map the file; its format before version 1.6 cannot be mapped."""
+def _may_be_mapped(path: Path) -> bool:
+    """Whether the file is large, and torch can map it; its format before version 1.6 cannot be mapped."""
+    if not path.is_file() or path.stat().st_size < IN_MEMORY_BYTES:
+        return False
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"

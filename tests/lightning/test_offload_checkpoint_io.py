@@ -105,6 +105,7 @@ def test_large_checkpoints_never_exist_in_memory_and_small_ones_do(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["large.ckpt", "small.ckpt"]
 
 
+@pytest.mark.usefixtures("streams_everything")
 def test_files_are_mapped_and_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     LocalCheckpointIO().save_checkpoint(content(), path)
@@ -151,3 +152,18 @@ def test_training_goes_on_and_saves_over_the_file_that_it_was_resumed_from(tmp_p
         return found
 
     assert_same(states(Watched), states("auto"))
+
+
+@pytest.mark.parametrize("sizes", [(1000, 100_000), (100_000, 1000), (100_000, 100_000), (1000, 1000)])
+def test_what_was_read_from_a_file_stays_when_the_file_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(checkpoint, "IN_MEMORY_BYTES", 50_000)
+    # A temporary folder on another file system is copied from, not renamed: the old file is then written over.
+    monkeypatch.setattr("shutil.move", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()))
+    io, path = LocalCheckpointIO(), tmp_path / "last.ckpt"
+    io.save_checkpoint({"a": torch.full((sizes[0],), 1.0)}, path)
+    loaded = io.load_checkpoint(path)["a"]
+    io.save_checkpoint({"a": torch.full((sizes[1],), 2.0)}, path)
+    assert (loaded == 1.0).all()
+    assert (io.load_checkpoint(path)["a"] == 2.0).all()
