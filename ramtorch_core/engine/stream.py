@@ -102,8 +102,12 @@ class Streamer:
         self._forwards += [ChunkForward(module, self._enter, None) for module in entries]
         self._step_hook = register_optimizer_step_post_hook(_tell_of_steps(weakref.ref(self)))
         weakref.finalize(self, self._step_hook.remove)
-        self._inventory.place_residents(device.torch)
-        move_buffers(root, device.torch)
+        try:
+            self._inventory.place_residents(device.torch)
+            move_buffers(root, device.torch)
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ what there is
 

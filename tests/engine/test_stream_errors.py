@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ramtorch_core import ConfigurationError, HostMemoryError, attach
+from ramtorch_core.engine.inventory import Inventory
 
 
 class Boom(Exception):
@@ -287,3 +288,23 @@ def test_abandoning_a_step_whose_error_is_still_kept_does_not_touch_the_next_one
         loss.backward()
         plain(data(1)).sum().backward()
         assert_same(state_of(model), state_of(plain))
+
+
+def test_a_device_that_is_too_small_for_the_resident_chunks_leaves_a_plain_module(monkeypatch):
+    place, calls = Inventory.place_residents, []
+
+    def full(inventory: Inventory, device: torch.device) -> None:
+        place(inventory, device)
+        calls.append(device)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("users own message")
+
+    model = stack()
+    with monkeypatch.context() as patch:
+        patch.setattr(Inventory, "place_residents", full)
+        with pytest.raises(torch.OutOfMemoryError, match="users own message"):
+            attach(model, device="cpu", chunks="blocks.*", pin=1, resident_below=0)
+    assert len(calls) == 2  # to the device, and back
+    assert not any("forward" in vars(module) for module in model.modules())
+    with streaming(model):
+        model(data()).sum().backward()
