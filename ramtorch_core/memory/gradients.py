@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramtorch_core.memory.device import Device, Event
+from ramtorch_core.memory.device import Device, Event, Stream
 from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
@@ -113,7 +113,7 @@ class Gradients:
         self.stream = device.stream()
         self.copied_bytes = 0
         self._books: dict[WeightGroup, _Book] = {}
-        self._moving: deque[tuple[Event, list[Tensor]]] = deque()
+        self._moving: deque[tuple[Event, Stream | None, list[Tensor]]] = deque()
         self._bounce: Tensor | None = None
 
     def receive(self, group: WeightGroup, grads: Sequence[Tensor | None]) -> None:
@@ -138,10 +138,10 @@ class Gradients:
                     self._move(book, run, flat)
                 moved = self.device.record(self.stream)
         if self.device.asynchronous:
-            self._moving.append((moved, flats))
+            self._moving.append((moved, self.device.current_stream(), flats))
             while len(self._moving) > MAXIMUM_IN_FLIGHT:
-                event, _kept_alive = self._moving.popleft()
-                self.device.wait(event)  # afterwards the allocator may reuse them in compute order
+                event, stream, _kept_alive = self._moving.popleft()
+                self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
 
     def finish(self) -> None:
         """Wait until every gradient has arrived; publish them unless `hold`."""

@@ -57,6 +57,8 @@ class Window:
         with torch.inference_mode(False):
             buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(slots)]
         self.slots = [Slot(index, buffer) for index, buffer in enumerate(buffers)]
+        for slot in self.slots:
+            slot.free = device.record()  # what used this memory before, and gave it back, may still run
 
     def find(self, group: WeightGroup) -> Slot | None:
         """The slot that holds `group` or will, its copy being under way."""

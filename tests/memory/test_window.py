@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ramtorch_core.errors import WindowError
-from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.device import COMPLETE, Device, Event, Stream
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Window
 
@@ -87,3 +87,24 @@ def test_what_is_forgotten_is_not_found():
     assert window.find(second) is window.slots[1]
     window.forget()
     assert window.find(second) is None
+
+
+def test_the_first_copy_into_a_slot_waits_for_what_used_its_memory_before():
+    class Recording(Device):
+        def __init__(self) -> None:
+            super().__init__("cpu")
+            self.waited: list[Event] = []
+
+        def record(self, stream: Stream | None = None) -> Event:
+            return type(COMPLETE)()
+
+        def wait(self, event: Event, stream: Stream | None = None) -> None:
+            self.waited.append(event)
+
+    device = Recording()
+    window = Window(device, 2, 1024)
+    created = [slot.free for slot in window.slots]
+    for index, slot in enumerate(window.slots):
+        window.load(group(index), slot)
+    assert device.waited == created
+    assert len(set(map(id, created))) == 2
