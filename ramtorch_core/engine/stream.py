@@ -15,18 +15,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ramtorch_core.engine.backward import BackwardPasses, current_task
-from ramtorch_core.engine.census import Census, Chunk, ChunkRow
+from ramtorch_core.engine.census import Census, ChunkRow
 from ramtorch_core.engine.dtypes import StreamDtypes
+from ramtorch_core.engine.entrances import Entrances
 from ramtorch_core.engine.follow import Follower
 from ramtorch_core.engine.freshness import Freshness
 from ramtorch_core.engine.inventory import Inventory
 from ramtorch_core.engine.learning import Learning, explain
-from ramtorch_core.engine.module_tree import is_never_called
-from ramtorch_core.engine.modules import ChunkForward, move_buffers
+from ramtorch_core.engine.modules import move_buffers
 from ramtorch_core.engine.observe import Observer, is_compiled
-from ramtorch_core.engine.tracing import is_tracing, trace_call
 from ramtorch_core.engine.visits import Activations, Visits
-from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.weights import WeightGroup, separate
@@ -92,14 +90,9 @@ class Streamer:
         self._backwards.inventory = self._inventory
         self._backwards.visit_over = self._visits.close_backward
         self._backwards.finished, self._backwards.failed = self._finish_backward, self.abandon
-        self._depth = 0  # scopes, one inside another
-        self._entered = 0  # forwards of the root or its children, one inside another
-        self._lending = False
+        self._depth, self._lending = 0, False  # scopes, one inside another
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
-        self._forwards = [ChunkForward(chunk.module, self._visit, chunk) for chunk in self.census.chunks]
-        chunk_modules = {id(chunk.module) for chunk in self.census.chunks}
-        entries = [module for module in (root, *self._entry_children()) if id(module) not in chunk_modules]
-        self._forwards += [ChunkForward(module, self._enter, None) for module in entries]
+        self._entrances = Entrances(self, self._inventory, self._visits)
         self._step_hook = register_optimizer_step_post_hook(_tell_of_steps(weakref.ref(self)))
         weakref.finalize(self, self._step_hook.remove)
         try:
@@ -179,7 +172,7 @@ class Streamer:
         if outermost:
             observing = self._begin_scope()
         elif self._freshness.suspect:
-            self._new_epoch()
+            self.new_epoch()
         self._depth += 1
         failed = True
         try:
@@ -253,7 +246,7 @@ class Streamer:
             if ambient != self.dtypes.compute:
                 self._learning.forget()
             self._build(ambient if ambient is not None or not built else self.dtypes.compute)
-        self._new_epoch()
+        self.new_epoch()
         self._learning.begin_step(self.groups, compiled=is_compiled(self.root))
 
     def _finish_step(self) -> None:
@@ -280,56 +273,6 @@ class Streamer:
         self.dtypes.compute = compute_dtype
         for group in self._inventory.build():
             self._freshness.built(group)
-
-    # ------------------------------------------------------------------ forwards
-
-    def _visit(self, inner: Callable[..., Any], chunk: Chunk | None, args: Any, kwargs: Any) -> Any:
-        """Stands in for the forward of a chunk."""
-        assert chunk is not None
-        if self.closed:
-            return inner(*args, **kwargs)
-        if is_tracing():
-            return trace_call(inner, self._inventory.weights.values(), self.device.torch, args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RamtorchError(
-                f"chunk '{chunk.name}' runs inside a torch.func transform, which cannot see streamed weights: keep it "
-                f"on the device (pin=['{chunk.name}'])"
-            )
-        with self.scope():
-            if self._entered == 0 and self._depth > 1 and current_task() == -1:
-                self._inventory.rest.follow_toggles()
-            return self._visits.forward(inner, chunk, args, kwargs)
-
-    def _enter(self, inner: Callable[..., Any], _chunk: Chunk | None, args: Any, kwargs: Any) -> Any:
-        """Stands in for the forward of the root, or of a child that is called directly."""
-        if self.closed:
-            return inner(*args, **kwargs)
-        if is_tracing():
-            return trace_call(inner, self._inventory.weights.values(), self.device.torch, args, kwargs)
-        with self.scope():
-            if self._entered == 0 and self._depth > 1 and current_task() == -1:
-                self._new_epoch()
-            self._entered += 1
-            try:
-                output = inner(*args, **kwargs)
-            finally:
-                self._entered -= 1
-        if torch.is_grad_enabled():
-            self._visits.watch(None, output, args, kwargs)
-        return output
-
-    def _entry_children(self) -> list[nn.Module]:
-        """The outermost modules that users may call directly, and that need copies of the rest."""
-        copies = {id(module) for weight in self.census.copies for module, _ in weight.sites}
-        entries: list[nn.Module] = []
-        waiting = list(self.root.children())
-        while waiting:
-            module = waiting.pop(0)
-            if is_never_called(module):
-                waiting.extend(module.children())
-            elif not is_compiled(module) and any(id(part) in copies for part in module.modules()):
-                entries.append(module)
-        return list(dict.fromkeys(entries))
 
     # ------------------------------------------------------------------ masters
 
@@ -359,7 +302,12 @@ class Streamer:
                 self._inventory.rest.refresh()
             self.invalidate()
 
-    def _new_epoch(self) -> None:
+    @property
+    def nested(self) -> bool:
+        """Whether a scope is open inside another one."""
+        return self._depth > 1
+
+    def new_epoch(self) -> None:
         """User code ran: masters may have been written, in ways that can be seen or not."""
         self._freshness.advance()
         with torch._C.DisableTorchFunction():
@@ -377,8 +325,7 @@ class Streamer:
         self._inventory.divide()
         self._freshness.forget()
         self._learning.forget()
-        for forward in self._forwards:
-            forward.chunk = self.census.chunks[forward.chunk.index] if forward.chunk is not None else None
+        self._entrances.divided()
 
     def close(self) -> None:
         """Detach: wait for the device, bring everything back to the host, and leave a plain module. Idempotent."""
@@ -387,8 +334,7 @@ class Streamer:
         self.abandon()
         self.closed = self._backwards.closed = True
         self._step_hook.remove()
-        for forward in self._forwards:
-            forward.remove()
+        self._entrances.remove()
         self._inventory.release()
         self.gradients.release()
         self._inventory.place_residents(torch.device("cpu"))
