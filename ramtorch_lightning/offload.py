@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, Streamer, attach, format_rows
@@ -33,7 +32,8 @@ from ramtorch_lightning.refusals import (
     check_single_process,
     devices_were_automatic,
 )
-from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
+from ramtorch_lightning.state import on_host
+from ramtorch_lightning.writers import may_write_every_batch
 
 
 class OffloadStrategy(SingleDeviceStrategy):
@@ -328,11 +328,11 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return _on_host(super().lightning_module_state_dict())
+        return on_host(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return _on_host(super().optimizer_state(optimizer))
+        return on_host(super().optimizer_state(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -347,9 +347,3 @@ class OffloadStrategy(SingleDeviceStrategy):
         for name in (cls.strategy_name, "offloadstrategy", "ramtorch_lightning.offloadstrategy"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=description)
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints hold host tensors: a device's name in a file would bind it to machines that have the device."""
-    moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
-    return moved

@@ -40,8 +40,8 @@ from ramtorch_lightning._lightning import (
     rank_zero_warn,
 )
 from ramtorch_lightning.logs import LogCapture
-from ramtorch_lightning.offload import _on_host
 from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
+from ramtorch_lightning.state import on_host
 
 __all__ = ["PipelineStrategy"]
 
@@ -331,11 +331,11 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return _on_host(super().lightning_module_state_dict())
+        return on_host(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return _on_host(super().optimizer_state(optimizer))
+        return on_host(super().optimizer_state(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Host memory in exact, page-locked arenas.
 
-An arena is one block of anonymous memory. Every tensor taken from it has a storage of exactly its own bytes, so saving,
-copying or sharing such a tensor never drags the arena along, and the block is unlocked and freed with its last tensor.
+An arena is one block of anonymous memory, shared with processes that are forked off. Every tensor taken from it has a
+storage of exactly its own bytes, so saving, copying or sharing such a tensor never drags the arena along, and the block
+is unlocked and freed with its last tensor.
 (torch's caching host allocator rounds up to powers of two, and a view of a large tensor is saved with all of it.)
 """
 
@@ -35,6 +36,7 @@ class _Block(mmap.mmap):
     device: Device
     address: int
     locked: bool
+    process: int
 
     def unlock(self) -> None:
         if self.locked:
@@ -42,20 +44,19 @@ class _Block(mmap.mmap):
             self.device.page_unlock(self.address)
 
     def __del__(self) -> None:
-        if getattr(self, "locked", False) and not sys.is_finalizing():
+        if getattr(self, "locked", False) and self.process == os.getpid() and not sys.is_finalizing():
             self.unlock()
 
 
 def _block(nbytes: int, device: Device) -> _Block:
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        block = _Block(-1, nbytes, **private)
+        block = _Block(-1, nbytes)  # shared, not private: a fork would copy every locked page for the child
     except OSError as error:
         raise HostMemoryError(f"{nbytes / 1e9:.2f} GB of host memory cannot be had: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
-    block.device, block.locked = device, False
+    block.device, block.locked, block.process = device, False, os.getpid()
     everything = torch.frombuffer(block, dtype=torch.uint8)
     everything.zero_()  # pages that were touched are locked many times faster
     block.address = everything.data_ptr()

@@ -1,6 +1,8 @@
 """Arenas are exact, share no storage with their neighbours, and live as long as their last tensor."""
 
 import gc
+import os
+import warnings
 
 import pytest
 import torch
@@ -84,3 +86,23 @@ def test_memory_that_cannot_be_had_is_an_error_of_its_own_kind():
 def test_the_available_memory_is_positive_or_unknown():
     available = available_bytes()
     assert available is None or available > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_reads_the_arena_and_leaves_its_lock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlocked = []
+    monkeypatch.setattr(Device, "page_lock", lambda *_: True)
+    monkeypatch.setattr(Device, "page_unlock", lambda *_: unlocked.append(os.getpid()))
+    arena = Arena(1024, Device("cpu"))
+    tensor = arena.tensor(256, torch.float32, (4,), (1,))
+    tensor.fill_(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of torch exist in this process
+        child = os.fork()
+    if child == 0:
+        right = bool(tensor.sum().item() == 12.0)
+        del tensor, arena
+        os._exit(0 if right and not unlocked else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del tensor, arena
+    assert unlocked == [os.getpid()]
