@@ -33,7 +33,7 @@ from ramtorch_lightning.refusals import (
     devices_were_automatic,
 )
 from ramtorch_lightning.state import on_host
-from ramtorch_lightning.writers import may_write_every_batch
+from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
 
 
 class OffloadStrategy(SingleDeviceStrategy):

@@ -7,6 +7,7 @@ not wait for compute, or compute that does not wait for a copy, changes the resu
 import copy
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -347,3 +348,47 @@ def test_close_gives_the_device_memory_back_at_once() -> None:
         assert torch.cuda.memory_allocated() - before <= 16 << 20  # cuBLAS keeps its workspace
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_training_goes_on_while_a_forked_child_lives() -> None:
+    """As with a DataLoader's workers: the parent's copies must keep reading what the parent writes."""
+    net = Net(Block)
+    reference = copy.deepcopy(net).cuda()
+    streamer = attach(net, device="cuda", resident_below=4096, poison=True, host_memory=1 << 40)
+    ids = torch.randint(0, 512, (8, 64), device="cuda")
+    reader, writer = os.pipe()
+    net(ids).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        for model in (net, reference):
+            model.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.5)
+            model(ids).sum().backward()
+        for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad.cpu())
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        streamer.close()
+
+
+def test_the_first_copy_waits_for_what_used_the_slots_memory_before() -> None:
+    """The allocator may hand out memory that waiting kernels still read."""
+    net = Net(Block)
+    streamer = attach(net, device="cuda", resident_below=4096, host_memory=1 << 40)
+    largest = 2 << 20
+    x = torch.full((largest // 4,), 3.0, device="cuda")
+    torch.cuda._sleep(50 * SLEEP_CYCLES)
+    y = x * 2
+    del x
+    net(torch.randint(0, 512, (4, 64), device="cuda")).sum().backward()
+    assert torch.equal(y, torch.full_like(y, 6.0))
+    streamer.close()
