@@ -6,12 +6,20 @@ import os
 import sys
 from types import FrameType
 
+import torch
 from torch.optim import Optimizer
 
 from ramtorch_core import ConfigurationError
 from ramtorch_lightning._lightning import Precision
 
-__all__ = ["allow_clipping", "check_optimizer", "check_precision", "check_single_process", "devices_were_automatic"]
+__all__ = [
+    "allow_clipping",
+    "check_fused",
+    "check_optimizer",
+    "check_precision",
+    "check_single_process",
+    "devices_were_automatic",
+]
 
 _PRECISIONS = {
     "BitsandbytesPrecision": "it replaces weights by quantised ones that live on the GPU",
@@ -64,11 +72,36 @@ def allow_clipping(optimizer: Optimizer, precision: Precision) -> None:
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose kernels run on the GPU only.
+def check_fused(optimizer: Optimizer) -> None:
+    """Refuse a fused kernel of the host that does not reach every element.
+
+    Some releases of torch have such kernels (SGD in half precision, https://github.com/pytorch/pytorch/issues/191763),
+    which a model on the GPU never meets. So each one is tried on a small tensor.
 
     Raises:
-        ConfigurationError: the optimizer, or one that it extends, is one of these, or is capturable.
+        ConfigurationError: the kernel left elements as they were.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    dtypes = {p.dtype for group in groups for p in group["params"] if p.device.type == "cpu" and p.is_floating_point()}
+    for dtype in dtypes:
+        trial = torch.nn.Parameter(torch.ones(131, dtype=dtype))
+        trial.grad = torch.ones_like(trial)
+        kind([trial], lr=0.5, fused=True).step()  # type: ignore[call-arg]
+        if bool((trial == 1).any()):
+            raise ConfigurationError(
+                f"the fused kernel of {kind.__name__} for {dtype} on the host skips elements in torch "
+                f"{torch.__version__}: the weights would not be trained. Pass fused=False."
+            )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose kernels run on the GPU only, or do not work on the host.
+
+    Raises:
+        ConfigurationError: the optimizer, or one that it extends, is one of these, is capturable, or skips elements.
     """
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     reason = next((_OPTIMIZERS[package] for package in packages if package in _OPTIMIZERS), None)
@@ -79,6 +112,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update weights in RAM: {reason}. Use an "
             f"optimizer of torch.optim (AdamW, Adam and SGD have fused=True kernels for the host)."
         )
+    check_fused(optimizer)
 
 
 def devices_were_automatic() -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ramtorch_core import ConfigurationError, HostMemoryError
 from ramtorch_lightning import OffloadStrategy
+from ramtorch_lightning.refusals import check_fused
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,13 @@ def test_a_forward_that_writes_its_own_streamed_weights_is_refused() -> None:
         fit(Writer, Watched())
     assert re.search("outside of forward", str(caught.value))
     assert fit(Writer, Watched(pin=["net.head"])).strategy.copied_bytes > 0
+
+
+def test_a_fused_kernel_that_skips_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this torch does: a kernel that leaves weights as they are must not go unnoticed."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))], lr=0.1, fused=True)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    with pytest.raises(ConfigurationError, match=r"fused kernel of SGD for torch.bfloat16 .* Pass fused=False"):
+        check_fused(optimizer)
+    monkeypatch.undo()
+    check_fused(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=0.1, fused=True))
