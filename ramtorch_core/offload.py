@@ -202,6 +202,8 @@ class OffloadModel(nn.Module):
     ) -> OffloadResult:
         """One forward and backward; gradients add up out of sight until `flush_grads`.
 
+        If it fails, what earlier steps have left since the last flush is dropped too: the sum may be half formed.
+
         Args:
             x: the first chunk's input, or a tuple of inputs.
             targets: second argument of `loss_fn`.
