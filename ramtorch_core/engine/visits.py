@@ -76,6 +76,8 @@ class Visits:
         self.graphs: weakref.WeakSet[_OpensBackward] = weakref.WeakSet()
         self.observing: Observer | None = None
         self._backward: _Lending | None = None
+        self._checkpointing = 0  # checkpointed chunks under way, one inside another
+        self._warned = False
         self._saved = SavedTensors(inventory.locate, self._slot_for_backward, self.device.torch)
         self._marker = torch.empty(0, device=self.device.torch)
 
@@ -140,21 +142,37 @@ class Visits:
     def _checkpointed(self, inner: Callable[..., Any], chunk: Chunk, exact: bool, args: Any, kwargs: Any) -> Any:
         snapshot = BufferSnapshot(chunk.module)
         again, observer, around = False, self.observing, hooks_around()
+        if current_task() != -1 and self._checkpointing == 0:
+            self._warn_of_two_checkpoints(chunk)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
-            if not again:
+            self._checkpointing += 1
+            try:
+                if again:
+                    with self._recomputing(chunk, exact, observer), snapshot.restored(), self._hooks(chunk, around):
+                        return inner(*args, **kwargs)
                 again = True
                 try:
                     with self._hooks(chunk, around):
                         return inner(*args, **kwargs)
                 finally:
                     snapshot.keep_changed()
-            with self._recomputing(chunk, exact, observer), snapshot.restored(), self._hooks(chunk, around):
-                return inner(*args, **kwargs)
+            finally:
+                self._checkpointing -= 1
 
         with self._lent(chunk, exact):
             return checkpoint_call(run, *args, marker=self._marker, **kwargs)
+
+    def _warn_of_two_checkpoints(self, chunk: Chunk) -> None:
+        """A forward inside of a backward that is not our recompute is somebody else's."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "chunk '%s' is recomputed by a checkpoint of your own, and its activations by the engine as well: each "
+                "is computed three times. Leave one out: activations='keep', or no checkpoint around chunks.",
+                chunk.name,
+            )
 
     @contextlib.contextmanager
     def _recomputing(self, chunk: Chunk, exact: bool, observer: Observer | None) -> Iterator[None]:

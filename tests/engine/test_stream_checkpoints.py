@@ -277,3 +277,28 @@ def test_activations_inside_of_chunks_are_freed_when_they_are_recomputed(activat
         loss = model(data()).sum()
         assert len(freed) == freed_before_backward
         loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("activations", "warnings"), [("checkpoint", 1), ("keep", 0)])
+def test_a_checkpoint_of_the_users_own_on_top_of_ours_gets_one_warning(
+    use_reentrant: bool, activations: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrapped(Stack):
+        def forward(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return x
+
+    with streaming(Wrapped(Block(), Block()), activations=activations) as streamer:
+        for index in range(2):
+            streamer.root(data(index).requires_grad_()).sum().backward()
+    assert [r.message.count("checkpoint of your own") for r in caplog.records if r.levelname == "WARNING"] == [
+        1
+    ] * warnings
+
+
+def test_chunks_inside_of_a_checkpointed_chunk_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with streaming(Stack(Block(), Block()), chunks=["blocks.*", "blocks.*.up"], activations="checkpoint") as streamer:
+        streamer.root(data(0)).sum().backward()
+    assert not caplog.records
