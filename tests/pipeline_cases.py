@@ -85,11 +85,12 @@ def run(
 
 
 def accumulate(model: nn.Module, training: Training, inputs: Sequence[Any]) -> list[Any]:
-    """The reference: one microbatch after the other, in the calling thread, on one device."""
+    """The reference: one microbatch after the other, in the calling thread; backward outside of autocast."""
     outputs = []
     for item in inputs:
         output = training(item)
-        (loss_of(output) / len(inputs)).backward()
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            (loss_of(output) / len(inputs)).backward()
         outputs.append(output)
     return outputs
 

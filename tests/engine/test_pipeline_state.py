@@ -191,7 +191,9 @@ def test_bf16_with_autocasts_own_cache_is_exact_also_for_a_weight_used_twice() -
         assert_same_gradients(model, reference, run(executor, training_step, items))
 
 
-def test_an_island_without_autocast_gets_the_weights_as_they_are() -> None:
+def test_an_island_without_autocast_gets_the_weights_as_they_are_and_float32_gradients() -> None:
+    """The backward used to run under the autocast of the forward, and to multiply the island's gradients in bf16."""
+
     class Island(Chain):
         def training_step(self, batch: Any) -> Tensor:
             x, y = batch
@@ -202,6 +204,29 @@ def test_an_island_without_autocast_gets_the_weights_as_they_are() -> None:
             return F.cross_entropy(self.head(self.blocks[3](x)), y)
 
     model = Island()
+    reference = copy.deepcopy(model)
+    items = batches(4)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), pipeline(model, CUTS) as executor:
+        accumulate(reference, reference.training_step, items)
+        assert_same_gradients(model, reference, run(executor, model.training_step, items))
+
+
+def test_attention_with_a_trained_bias_is_exact_under_autocast() -> None:
+    """Its fallback computes in float32 inside; the backward used to multiply in bf16."""
+
+    class Attention(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            x = self.blocks[1](self.blocks[0](x))
+            q = x[:, :, None].expand(-1, -1, WIDTH) * x[:, None]
+            x = F.scaled_dot_product_attention(q, q.mT, q, attn_mask=self.bias).mean(-1)
+            return F.cross_entropy(self.head(self.blocks[3](self.blocks[2](x))), y)
+
+    model = Attention()
     reference = copy.deepcopy(model)
     items = batches(4)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), pipeline(model, CUTS) as executor:

@@ -16,6 +16,7 @@ from ramtorch_core.engine.pipeline.frontier import Frontier
 from ramtorch_core.engine.pipeline.links import Links
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.microbatch import Microbatch
+from ramtorch_core.engine.pipeline.thread_state import outside_autocast
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Device, Event
@@ -94,7 +95,8 @@ class Step:
                 if op.kind == "W":
                     self.turnstile.enter("W", op.stage, op.microbatch)
                     self.devices[op.stage].activate()
-                    self.deferred.pop((op.stage, op.microbatch)).finish()
+                    with outside_autocast():
+                        self.deferred.pop((op.stage, op.microbatch)).finish()
                     self.turnstile.leave("W", op.stage, op.microbatch)
         except Aborted:
             pass
@@ -210,7 +212,8 @@ def _run_backward(roots: Roots, stage: int) -> None:
     tensors = tuple(tensor for tensor, _ in roots)
     gradients = tuple(_unit(tensor) if gradient is None else gradient for tensor, gradient in roots)
     try:
-        _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        with outside_autocast():
+            _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,23 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ramtorch_core.memory.device import Device, Stream
 
-__all__ = ["ThreadState"]
+__all__ = ["ThreadState", "outside_autocast"]
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """A backward as it runs after the user's `with torch.autocast`: nothing is cast that the forward did not cast.
+
+    Inside, autograd's products of float32 matrices, as in regions without autocast and in attention with a trained
+    bias, would be computed in half precision.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class ThreadState:
