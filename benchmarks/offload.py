@@ -3,14 +3,14 @@
     python benchmarks/offload.py resident|streamed [--batch 8 --seq 2048 --steps 5 --activations checkpoint ...]
 
 `resident` is the ordinary Trainer with user-side checkpointing, `streamed` is OffloadStrategy on the same module. Both
-print one JSON object. Forward and backward are timed apart from the optimizer, with the device synchronised in between.
+print one JSON object. Forward and backward are timed apart from the optimizer, with the device synchronised in between,
+which takes away what overlaps; `peers.py` times whole steps, and compares.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import resource
 import statistics
 import time
@@ -18,39 +18,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from reference import build, loss_function, tokens
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from reference import tokens
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+from workload import Stack, make_trainer
 
 from ramtorch_lightning import OffloadStrategy
 
 WARM_UP = 2
-
-
-class Stack(L.LightningModule):
-    """The stack; `checkpointed` recomputes each module's activations, as a user of the plain Trainer would."""
-
-    def __init__(self, layers: int, width: int, checkpointed: bool, learn: bool) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(build(layers, width))
-        self.checkpointed, self.learn = checkpointed, learn
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.net:
-            x = checkpoint(module, x, use_reentrant=False) if self.checkpointed and self.training else module(x)
-        return x
-
-    def training_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
-        return loss_function(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
-        return self(batch[0])[:, -1].sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if not self.learn:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
 class Clock(L.Callback):
@@ -95,8 +69,6 @@ class Quiet(OffloadStrategy):
 
 def main() -> None:
     arguments = parse()
-    torch.backends.cuda.matmul.allow_tf32 = True
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     streamed = arguments.system == "streamed"
     module = Stack(
         arguments.layers, arguments.width, not streamed and arguments.activations == "checkpoint", arguments.learn
@@ -111,12 +83,9 @@ def main() -> None:
             host_memory=arguments.host_memory,
         )
     clock = Clock()
-    trainer = L.Trainer(
-        accelerator="gpu", devices=1, strategy=strategy, precision="bf16-mixed", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
+    trainer = make_trainer("cuda", strategy, max_epochs=1, callbacks=[clock])
     data = TensorDataset(*tokens(arguments.batch, arguments.seq))
-    loader = DataLoader(ConcatDataset([data] * arguments.steps), batch_size=arguments.batch)
+    loader: DataLoader[Any] = DataLoader(ConcatDataset([data] * arguments.steps), batch_size=arguments.batch)
     torch.cuda.reset_peak_memory_stats()
     trainer.fit(module, loader)
     peak = torch.cuda.max_memory_allocated()

@@ -25,7 +25,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return result
 
 
 class Head(nn.Module):
@@ -34,24 +35,30 @@ class Head(nn.Module):
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(x))
+        logits: Tensor = self.out(self.norm(x))
+        return logits
 
 
-def build(layers: int, width: int) -> list[nn.Module]:
-    """Embedding, blocks and head on the host; initialised on the GPU if there is one, which is faster."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def build(layers: int, width: int, device: str = "cpu") -> list[nn.Module]:
+    """Embedding, blocks and head on `device`; initialised on the GPU if there is one, which is faster."""
+    fast = "cuda" if torch.cuda.is_available() else "cpu"
     modules: list[nn.Module] = []
     for index in range(layers + 2):
         torch.manual_seed(index)
-        with torch.device(device):
+        with torch.device(fast):
             if index == 0:
                 module: nn.Module = nn.Embedding(VOCABULARY, width)
             elif index <= layers:
                 module = Block(width)
             else:
                 module = Head(width)
-        modules.append(module.cpu())
+        modules.append(module.to(device))
     return modules
+
+
+def count_parameters(layers: int, width: int) -> int:
+    """Of the whole stack: embedding, blocks with two norms each, head with one."""
+    return 2 * VOCABULARY * width + layers * (12 * width**2 + 4 * width) + 2 * width
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
