@@ -1,0 +1,198 @@
+"""What a run of the clock looked like: spans, the gaps between them with their causes, and peaks of what was held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ramtorch_core.simulate.clock import COMPUTE, Kind, Times, Work
+
+
+class Cause(Enum):
+    """Why a compute stream did nothing: a stall waits for a copy or an update, a bubble for another stage."""
+
+    STALL = "stall"
+    BUBBLE = "bubble"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A task on a resource, from `start` to `end`, in seconds; `seconds` is its duration at full speed."""
+
+    resource: str
+    label: str
+    kind: Kind
+    start: float
+    end: float
+    seconds: float
+    uses: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time, in seconds, in which a compute stream waited; `reason` says for what."""
+
+    resource: str
+    cause: Cause
+    reason: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """`amount` of something at `place`, from the start of task `since` to the end of task `until` (None: for good)."""
+
+    place: str
+    amount: float
+    since: int
+    until: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans and gaps, cut to the window from `start` to `end` in seconds, in the order of their resources.
+
+    Attributes:
+        resources: their names, in the order in which charts show them.
+        peaks: place -> the largest amount held there at once, in the whole run.
+        capacities: units per second of what was shared.
+    """
+
+    start: float
+    end: float
+    resources: tuple[str, ...]
+    spans: tuple[Span, ...]
+    gaps: tuple[Gap, ...]
+    peaks: dict[str, float]
+    capacities: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """The length of the window."""
+        return self.end - self.start
+
+    def busy(self, *resources: str) -> float:
+        """Part of the window, 0 to 1, that the resources' work fills at full speed; their mean if there are several."""
+        total = sum(
+            span.seconds * (_inside(span.start, span.end, self) / (span.end - span.start))
+            for span in self.spans
+            if span.resource in resources and span.end > span.start
+        )
+        return total / (self.seconds * len(resources)) if self.seconds and resources else 0.0
+
+    def used(self, capacity: str) -> float:
+        """Part of a shared capacity, 0 to 1, that was used on average."""
+        total = sum(
+            rate * span.seconds * (_inside(span.start, span.end, self) / (span.end - span.start))
+            for span in self.spans
+            for name, rate in span.uses
+            if name == capacity and span.end > span.start
+        )
+        return total / (self.capacities[capacity] * self.seconds) if self.seconds else 0.0
+
+    def waited(self, cause: Cause) -> float:
+        """Seconds that compute streams waited for `cause`, added up over them."""
+        return sum(gap.end - gap.start for gap in self.gaps if gap.cause is cause)
+
+
+REASONS = {
+    Kind.TRANSFER: "for a transfer",
+    Kind.GRADIENT: "for gradients to leave",
+    Kind.STATE: "for optimizer state",
+    Kind.UPDATE: "for an update",
+    Kind.SEND: "for another stage",
+}
+
+
+def timeline(
+    work: Work, times: Times, holdings: Iterable[Holding] = (), start: float = 0.0, end: float | None = None
+) -> Timeline:
+    """Cut a run to a window; by default it ends with the last task."""
+    last = max(times.end, default=0.0)
+    end = last if end is None else end
+    names = dict.fromkeys(task.resource for task in work.tasks if task.resource)
+    resources = tuple(dict.fromkeys([*(name for name in work.order if name in names), *names]))
+    spans = tuple(
+        Span(task.resource, task.label, task.kind, times.start[n], times.end[n], task.seconds, task.uses)
+        for n, task in enumerate(work.tasks)
+        if task.resource and times.end[n] > max(start, times.start[n]) and times.start[n] < end
+    )
+    streams = dict.fromkeys(task.resource for task in work.tasks if task.kind in COMPUTE)
+    gaps = [gap for stream in streams for gap in _gaps(work, times, stream, max(last, end))]
+    cut = tuple(
+        Gap(gap.resource, gap.cause, gap.reason, max(gap.start, start), min(gap.end, end))
+        for gap in gaps
+        if min(gap.end, end) > max(gap.start, start)
+    )
+    return Timeline(start, end, resources, spans, cut, _peaks(times, holdings, last), work.capacities)
+
+
+def _gaps(work: Work, times: Times, stream: str, last: float) -> Iterable[Gap]:
+    clock = 0.0
+    for n, task in enumerate(work.tasks):
+        if task.resource == stream:
+            if times.start[n] > clock:
+                yield from _explain(work, times, stream, n, clock)
+            clock = times.end[n]
+    computed = max(times.end[n] for n, task in enumerate(work.tasks) if task.kind in COMPUTE)
+    if computed > clock:
+        yield Gap(stream, Cause.BUBBLE, REASONS[Kind.SEND], clock, computed)
+    if last > max(clock, computed):
+        yield Gap(stream, Cause.STALL, _tail(work, times), max(clock, computed), last)
+
+
+def _explain(work: Work, times: Times, stream: str, number: int, clock: float) -> Iterable[Gap]:
+    """The gap before a task: first, as long as another stage kept it waiting, a bubble; the rest is a stall."""
+    needs = list(_real(work, work.tasks[number].after))
+    start = times.start[number]
+    stage = [
+        times.end[n] for n in needs if work.tasks[n].kind in COMPUTE | {Kind.SEND} and work.tasks[n].resource != stream
+    ]
+    copies = [(times.end[n], work.tasks[n].kind) for n in needs if work.tasks[n].kind in REASONS.keys() - {Kind.SEND}]
+    until = min(start, max([clock, *stage]))
+    latest = max(copies, key=lambda item: item[0], default=(0.0, Kind.SEND))
+    if latest[0] < start:
+        until = start
+    if until > clock:
+        yield Gap(stream, Cause.BUBBLE, REASONS[Kind.SEND], clock, until)
+    if start > until:
+        yield Gap(stream, Cause.STALL, REASONS[latest[1]], until, start)
+
+
+def _real(work: Work, needs: Sequence[int]) -> Iterable[int]:
+    """The tasks behind joins."""
+    for need in needs:
+        if work.tasks[need].kind is Kind.JOIN:
+            yield from _real(work, work.tasks[need].after)
+        else:
+            yield need
+
+
+def _tail(work: Work, times: Times) -> str:
+    """What ends last."""
+    latest = max((n for n, task in enumerate(work.tasks) if task.resource), key=lambda n: times.end[n])
+    return REASONS.get(work.tasks[latest].kind, "for the end")
+
+
+def _peaks(times: Times, holdings: Iterable[Holding], last: float) -> dict[str, float]:
+    changes: dict[str, list[tuple[float, float]]] = {}
+    for held in holdings:
+        end = last if held.until is None else times.end[held.until]
+        if end > times.start[held.since] or held.until is None:
+            changes.setdefault(held.place, []).append((times.start[held.since], held.amount))
+        if held.until is not None and end > times.start[held.since]:
+            changes[held.place].append((end, -held.amount))
+    peaks = {}
+    for place, moments in changes.items():
+        level = peak = 0.0
+        for _, amount in sorted(moments):  # what ends frees its place before what begins at the same time
+            level += amount
+            peak = max(peak, level)
+        peaks[place] = peak
+    return peaks
+
+
+def _inside(start: float, end: float, window: Timeline) -> float:
+    return max(0.0, min(end, window.end) - max(start, window.start))
