@@ -1,0 +1,186 @@
+"""What chunks cost and what a machine can do, in seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ramtorch_core.errors import ConfigurationError
+
+HOST_MEMORY = "host memory"
+BOTH_WAYS = "PCIe both ways"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkCost:
+    """One chunk, per microbatch or per step.
+
+    Attributes:
+        forward, backward: seconds of compute per microbatch; backward without the recompute of a checkpoint.
+        transfer: seconds to copy its weights into a slot.
+        gradient: seconds to copy its gradient to the host.
+        update: seconds of the optimizer on the host.
+        device_update: seconds of the optimizer on the GPU.
+        state_in, state_out: seconds to bring optimizer state to the GPU and back, for an update there.
+        weight_bytes: what a slot must hold, as it crosses the bus.
+        master_bytes: weights in the optimizer's dtype: what a resident chunk needs, if that is more.
+        gradient_bytes: its gradient on the GPU.
+        state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
+        update_bytes: traffic of host memory that an update on the host causes.
+        kept_bytes: activations of one microbatch that backward needs.
+        boundary_bytes: activations of one microbatch that stay where the chunk is checkpointed: its inputs.
+    """
+
+    forward: float
+    backward: float
+    transfer: float = 0.0
+    gradient: float = 0.0
+    update: float = 0.0
+    device_update: float = 0.0
+    state_in: float = 0.0
+    state_out: float = 0.0
+    weight_bytes: float = 0
+    master_bytes: float = 0
+    gradient_bytes: float = 0
+    state_bytes: float = 0
+    update_bytes: float = 0
+    kept_bytes: float = 0
+    boundary_bytes: float = 0
+
+    def __post_init__(self) -> None:
+        check_amounts(self)
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of its weights if it is resident."""
+        return max(self.weight_bytes, self.master_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What limits a machine; None where there is no limit, or none is known.
+
+    Attributes:
+        h2d, d2h: bytes per second from host to device and back, page-locked.
+        both_ways: bytes per second that cross PCIe at most when both directions are busy, added up.
+        host_memory: bytes per second of the host's memory, all traffic together.
+        gpu_bytes: bytes of GPU memory that may be used.
+        host_update, gpu_update: seconds per parameter of the optimizer on the host and on the GPU.
+    """
+
+    h2d: float | None = None
+    d2h: float | None = None
+    both_ways: float | None = None
+    host_memory: float | None = None
+    gpu_bytes: float | None = None
+    host_update: float | None = None
+    gpu_update: float | None = None
+
+    def __post_init__(self) -> None:
+        check_amounts(self)
+        for field in fields(self):
+            if getattr(self, field.name) == 0:
+                raise ConfigurationError(f"{field.name}=0: it must be positive; leave it out for no limit")
+
+    def capacities(self, *gpus: str) -> dict[str, float]:
+        """What streams share, in bytes per second: the host's memory, and per GPU (by default one) its bus."""
+        known = {HOST_MEMORY: self.host_memory} | {
+            f"{gpu} {BOTH_WAYS}".strip(): self.both_ways for gpu in gpus or ("",)
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Bytes per trained parameter; by default float32 masters, AdamW, and bf16 autocast.
+
+    Attributes:
+        weight: what crosses PCIe and lies in a slot.
+        gradient: on its way to the host.
+        master, state: weights as the optimizer sees them, and its moments.
+        update: traffic of host memory of one update on the host: three reads and writes, the gradient, the shadow.
+    """
+
+    weight: float = 2
+    gradient: float = 4
+    master: float = 4
+    state: float = 8
+    update: float = 30
+
+    def __post_init__(self) -> None:
+        check_amounts(self)
+
+
+def chunk_cost(
+    parameters: float,
+    machine: Machine,
+    *,
+    forward: float,
+    backward: float,
+    kept_bytes: float = 0,
+    boundary_bytes: float = 0,
+    recipe: Recipe | None = None,
+) -> ChunkCost:
+    """The cost of a chunk of so many parameters on `machine`; what the machine leaves out takes no time.
+
+    Args:
+        forward, backward: seconds per microbatch, measured on a resident model.
+        kept_bytes, boundary_bytes: activations of one microbatch, all of them and those of a checkpoint.
+    """
+    recipe = recipe or Recipe()
+
+    def seconds(nbytes: float, rate: float | None) -> float:
+        return nbytes / rate if rate else 0.0
+
+    return ChunkCost(
+        forward=forward,
+        backward=backward,
+        transfer=seconds(parameters * recipe.weight, machine.h2d),
+        gradient=seconds(parameters * recipe.gradient, machine.d2h),
+        update=parameters * (machine.host_update or 0.0),
+        device_update=parameters * (machine.gpu_update or 0.0),
+        state_in=seconds(parameters * (recipe.master + recipe.state), machine.h2d),
+        state_out=seconds(parameters * (recipe.master + recipe.state + recipe.weight), machine.d2h),
+        weight_bytes=parameters * recipe.weight,
+        master_bytes=parameters * recipe.master,
+        gradient_bytes=parameters * recipe.gradient,
+        state_bytes=parameters * recipe.state,
+        update_bytes=parameters * recipe.update,
+        kept_bytes=kept_bytes,
+        boundary_bytes=boundary_bytes,
+    )
+
+
+def check_amounts(costs: object) -> None:
+    """Refuse negative or infinite fields of a dataclass; None is let through.
+
+    Raises:
+        ConfigurationError: names the field and its value.
+    """
+    for field in fields(costs):  # type: ignore[arg-type]  # the callers are dataclasses
+        value = getattr(costs, field.name)
+        if value is not None and not (0 <= value < math.inf):
+            raise ConfigurationError(f"{field.name}={value}: it must be finite and not negative")
+
+
+def traffic(nbytes: float, seconds: float, *capacities: str) -> dict[str, float]:
+    """How fast a copy of so many bytes in so many seconds uses `capacities`, in bytes per second."""
+    return dict.fromkeys(capacities, nbytes / seconds) if nbytes and seconds else {}
+
+
+def resident_chunks(pin: int | Sequence[int], chunks: int) -> frozenset[int]:
+    """Indices of the chunks that `pin` keeps resident: a count spread evenly as the engine does it, or indices.
+
+    Raises:
+        ConfigurationError: a negative count, or an index out of range.
+    """
+    if isinstance(pin, int):
+        if pin < 0:
+            raise ConfigurationError(f"pin={pin}: the number of resident chunks cannot be negative; use 0 for none")
+        count = min(pin, chunks)
+        return frozenset(i * chunks // count for i in range(count))
+    wrong = [index for index in pin if not 0 <= index < chunks]
+    if wrong:
+        raise ConfigurationError(f"pin: index {wrong[0]} is out of range for {chunks} chunks; use 0 ... {chunks - 1}")
+    return frozenset(pin)

@@ -1,0 +1,206 @@
+"""Steps of a streamed model, laid out as work: passes over its chunks, gradients, and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.plan.itinerary import Direction, Visit
+from ramtorch_core.simulate.clock import Kind, Work
+from ramtorch_core.simulate.costs import HOST_MEMORY, ChunkCost, Machine, resident_chunks, traffic
+from ramtorch_core.simulate.lane import Lane
+
+HOST = "host"
+
+
+class Optimizer(Enum):
+    """Where and when streamed chunks are updated. Resident chunks are updated on the GPU, after the last backward."""
+
+    NONE = "none"
+    """Never: forward and backward alone."""
+    PUBLISHED = "published"
+    """On the host, once the backward has ended and every gradient has arrived; the next step begins afterwards."""
+    JOINED = "joined"
+    """On the host, each chunk once its gradient has arrived; the next step begins when all are done."""
+    OVERLAPPED = "overlapped"
+    """The same, but the next step's transfers wait only for the update of their own chunk."""
+    GPU = "gpu"
+    """On the GPU, after the chunk's last backward: master and moments come in and go back."""
+
+
+class Order(Enum):
+    """Which comes first: all chunks of a microbatch, or all microbatches of a chunk."""
+
+    MICROBATCH = "microbatch"
+    CHUNK = "chunk"
+
+
+class Accumulate(Enum):
+    """Where gradients of several microbatches are added up, if a microbatch visits all chunks before the next does."""
+
+    HOST = "host"
+    """In host memory: each but the first takes what is there to the GPU, adds to it, and brings it back."""
+    GPU = "gpu"
+    """On the GPU, for all chunks at once; they leave after the last microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingPlan:
+    """The knobs of a streamed model.
+
+    Attributes:
+        window: slots.
+        pin: resident chunks: a count, spread evenly, or indices.
+        checkpoint: recompute activations in backward instead of keeping them.
+        microbatches: per step.
+        train: False for forwards alone.
+
+    Raises:
+        ConfigurationError: fewer than one slot or microbatch.
+    """
+
+    window: int = 2
+    pin: int | tuple[int, ...] = 0
+    checkpoint: bool = True
+    microbatches: int = 1
+    order: Order = Order.MICROBATCH
+    optimizer: Optimizer = Optimizer.NONE
+    accumulate: Accumulate = Accumulate.HOST
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConfigurationError(f"window={self.window}: at least 1 slot is needed; 2 let copies overlap compute")
+        if self.microbatches < 1:
+            raise ConfigurationError(f"microbatches={self.microbatches}: a step needs at least 1")
+
+
+class Steps:
+    """Lays out step after step.
+
+    The host returns from a backward, and from `optimizer.step()`, as `StreamingPlan.optimizer` says; what it issues
+    afterwards cannot begin before. Slots are planned anew for each pass over the chunks.
+
+    Attributes:
+        first: per step its first visit.
+        resident_bytes: gradients and optimizer state of resident chunks.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine) -> None:
+        self.chunks, self.plan = chunks, plan
+        self.work = Work(machine.capacities(), {HOST: self._urgency})
+        resident = resident_chunks(plan.pin, len(chunks))
+        self.lane = Lane(self.work, "", chunks, window=plan.window, resident=resident)
+        updated = plan.train and plan.optimizer is not Optimizer.NONE
+        self.resident_bytes = sum(
+            chunks[i].gradient_bytes * plan.train + chunks[i].state_bytes * updated for i in resident
+        )
+        self.first: list[int] = []
+        self._last: dict[int, int] = {}  # step -> its last visit
+        self._update: dict[int, tuple[int, int]] = {}  # update on the host -> step and chunk
+        self._since: int | None = None  # when the host went on
+
+    def lay_out(self) -> None:
+        """Add one step."""
+        plan, count = self.plan, len(self.chunks)
+        self._number = len(self.first)
+        self._forwards: dict[tuple[int, int], int] = {}  # chunk and microbatch -> its forward
+        self._gradient_since: dict[int, int] = {}  # chunk -> the visit since which its gradient is on the GPU
+        self._arrived: dict[int, int] = {}  # chunk -> the copy of its last gradient
+        self._gpu_updates: list[tuple[int, int, int]] = []  # to come: chunk, its visit, the visit before
+        everything = list(range(plan.microbatches))
+        for group in [everything] if plan.order is Order.CHUNK else [[m] for m in everything]:
+            down = [(chunk, m) for chunk in range(count) for m in group]
+            up = [(chunk, m) for chunk in reversed(range(count)) for m in group] if plan.train else []
+            visits = [Visit(Direction.FORWARD, chunk) for chunk, _ in down]
+            self.lane.begin(visits + [Visit(Direction.BACKWARD, chunk) for chunk, _ in up], self._since)
+            for chunk, m in down:
+                self._forward(chunk, m)
+            for chunk, m in up:
+                self._backward(chunk, m)
+            if plan.train and plan.optimizer in (Optimizer.NONE, Optimizer.PUBLISHED):
+                self._since = self.work.join([self._latest, *self._arrived.values()])
+        self.first.append(self._forwards[0, 0])
+        self._last[self._number] = self._latest
+        if plan.train and plan.optimizer is not Optimizer.NONE:
+            self._optimize()
+
+    def _forward(self, chunk: int, m: int) -> None:
+        seconds, label = self.chunks[chunk].forward, self._label("F", chunk, m)
+        self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label)
+        self._forwards[chunk, m] = self._latest
+
+    def _backward(self, chunk: int, m: int) -> None:
+        cost, plan, before = self.chunks[chunk], self.plan, self._latest
+        seconds = cost.backward + cost.forward * plan.checkpoint
+        label = self._label("B", chunk, m)
+        visit = self._latest = self.lane.visit(chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, label)
+        self.lane.hold(cost.boundary_bytes if plan.checkpoint else cost.kept_bytes, self._forwards[chunk, m], visit)
+        if plan.checkpoint:
+            self.lane.hold(cost.kept_bytes, visit, visit)
+        self._update_on_gpu()
+        if chunk not in self.lane.resident:
+            self._gradient(chunk, m, visit, before)
+
+    def _gradient(self, chunk: int, m: int, visit: int, before: int) -> None:
+        """What becomes of the gradient that a backward visit of a streamed chunk leaves."""
+        cost, plan = self.chunks[chunk], self.plan
+        stays = plan.order is Order.CHUNK or plan.accumulate is Accumulate.GPU
+        since = self._gradient_since.setdefault(chunk, visit) if stays else visit
+        last = m == plan.microbatches - 1
+        if last and plan.optimizer is Optimizer.GPU:
+            if m and not stays:
+                visit = self.lane.send_gradient(chunk, visit)  # the sum so far comes in
+            self._gradient_since[chunk] = since
+            self._gpu_updates.append((chunk, visit, before))
+        elif last or not stays:
+            arrived = self.lane.send_gradient(chunk, visit, times=2 if m and not stays else 1)
+            self._arrived[chunk] = arrived
+            self.lane.hold(cost.gradient_bytes, since, arrived)
+            if last and plan.optimizer in (Optimizer.JOINED, Optimizer.OVERLAPPED):
+                self._update_on_host(chunk, arrived)
+
+    def _optimize(self) -> None:
+        """`optimizer.step()`."""
+        plan = self.plan
+        self._update_on_gpu()
+        if plan.optimizer is Optimizer.PUBLISHED:
+            for chunk in sorted(self._arrived):
+                self._update_on_host(chunk, self._since)
+        after = [self._since] if plan.optimizer is Optimizer.PUBLISHED else []
+        for chunk in sorted(self.lane.resident):
+            self._latest = self.lane.step(Kind.UPDATE, self.chunks[chunk].device_update, f"u{chunk}", after)
+        if plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED):
+            self._since = self.work.join([self._latest, *self.lane.updated.values()])
+
+    def _update_on_host(self, chunk: int, after: int | None) -> None:
+        cost = self.chunks[chunk]
+        uses = traffic(cost.update_bytes, cost.update, HOST_MEMORY)
+        task = self.work.add(HOST, f"u{chunk}", Kind.UPDATE, cost.update, [after], uses)
+        self._update[task] = (self._number, chunk)
+        self.lane.updated[chunk] = task
+
+    def _update_on_gpu(self) -> None:
+        """Lay out the updates whose backward visit is over; their state came in beside that visit."""
+        for chunk, visit, before in self._gpu_updates:
+            cost = self.chunks[chunk]
+            moved = cost.master_bytes + cost.state_bytes
+            came = traffic(moved, cost.state_in, HOST_MEMORY, self.lane.bus)
+            state = self.work.add(self.lane.h2d, f"s{chunk}", Kind.STATE, cost.state_in, [before], came)
+            update = self.lane.step(Kind.UPDATE, cost.device_update, f"u{chunk}", [state, visit])
+            went = traffic(moved + cost.weight_bytes, cost.state_out, HOST_MEMORY, self.lane.bus)
+            back = self.work.add(self.lane.d2h, f"s{chunk}", Kind.STATE, cost.state_out, [update], went)
+            self.lane.hold(cost.gradient_bytes, self._gradient_since[chunk], update)
+            self.lane.hold(moved, state, back)
+            self.lane.updated[chunk] = back
+        self._gpu_updates.clear()
+
+    def _urgency(self, task: int, arrival: int, ended: Callable[[int], bool]) -> tuple[int, ...]:
+        """While backward goes on, the gradient that came first; afterwards the lowest chunk, needed first."""
+        step, chunk = self._update[task]
+        return (step, chunk) if ended(self._last[step]) else (step, arrival)
+
+    def _label(self, letter: str, chunk: int, m: int) -> str:
+        return f"{letter}{chunk}" if self.plan.microbatches == 1 else f"{letter}{chunk}.{m}"

@@ -1,0 +1,83 @@
+"""Streaming on one GPU, simulated: what a step of training or prediction costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.simulate.costs import ChunkCost, Machine
+from ramtorch_core.simulate.steps import HOST, Accumulate, Optimizer, Order, Steps, StreamingPlan
+from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
+
+__all__ = ["Accumulate", "Optimizer", "Order", "StreamingPlan", "StreamingResult", "simulate_streaming"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingResult:
+    """What one step costs; parts are of its length, 0 to 1.
+
+    Attributes:
+        seconds: per step.
+        compute: part in which the GPU computes.
+        stall: seconds in which it waits for copies or updates.
+        h2d, d2h, host: part that the work of the copy streams and of the host's optimizer fills, at full speed.
+        shared: capacity -> part of it that is used.
+        peak_chunks: the most chunks on the GPU at once.
+        weight_bytes: slots and resident chunks.
+        peak_bytes: those, and activations, gradients and optimizer state at their peak.
+        transfers: copies into slots per step.
+    """
+
+    seconds: float
+    compute: float
+    stall: float
+    h2d: float
+    d2h: float
+    host: float
+    shared: dict[str, float]
+    peak_chunks: int
+    weight_bytes: float
+    peak_bytes: float
+    transfers: int
+    timeline: Timeline
+
+
+def simulate_streaming(
+    chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine | None = None, *, steps: int = 3
+) -> StreamingResult:
+    """Run `steps` steps on a virtual clock and report the last.
+
+    A step lasts from the start of its first visit to that of the next step's. With `steps=1` it is a single cold step:
+    from nothing on the GPU to the end of its last copy or update.
+
+    Raises:
+        ConfigurationError: no chunk, no step, or a resident index out of range.
+    """
+    if not chunks:
+        raise ConfigurationError("0 chunks: there is nothing to simulate; give at least 1")
+    if steps < 1:
+        raise ConfigurationError(f"{steps} steps: at least 1 is needed")
+    machine = machine or Machine()
+    run = Steps(chunks, plan, machine)
+    for _ in range(steps + (steps > 1)):
+        run.lay_out()
+    times, lane = run.work.run(), run.lane
+    if steps > 1:
+        line = timeline(run.work, times, lane.holdings, times.start[run.first[-2]], times.start[run.first[-1]])
+    else:
+        line = timeline(run.work, times, lane.holdings)
+    return StreamingResult(
+        seconds=line.seconds,
+        compute=line.busy(lane.compute),
+        stall=line.waited(Cause.STALL),
+        h2d=line.busy(lane.h2d),
+        d2h=line.busy(lane.d2h),
+        host=line.busy(HOST),
+        shared={name: line.used(name) for name in line.capacities},
+        peak_chunks=lane.peak_chunks(line.peaks),
+        weight_bytes=lane.weight_bytes,
+        peak_bytes=run.resident_bytes + lane.peak_bytes(line.peaks),
+        transfers=lane.transfers // len(run.first),
+        timeline=line,
+    )
