@@ -1,0 +1,227 @@
+"""Chooses window, resident chunks and activation policy: every combination that fits is simulated, the fastest wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
+from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
+from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
+
+TOLERANCE = 0.002
+"""Among plans whose step times differ by less than this part, the one that needs least GPU memory is chosen."""
+
+WINDOWS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a change would buy: `change` in words, and the best plan with it.
+
+    `seconds` is per step of the original size: with twice the microbatches, half of the longer step.
+    """
+
+    change: str
+    seconds: float
+    plan: StreamingPlan
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fastest plan that fits.
+
+    Attributes:
+        seconds: predicted per step.
+        compute_seconds: what the chosen plan computes; the step cannot be shorter.
+        peak_bytes: predicted peak of GPU memory, `extra_bytes` included.
+        bounds: resource -> part of the step, 0 to 1, in which it is busy; the fullest first.
+        offers: what more GPU memory, and more microbatches, would buy.
+        simulated: how many combinations were run.
+    """
+
+    plan: StreamingPlan
+    seconds: float
+    compute_seconds: float
+    peak_bytes: float
+    bounds: dict[str, float]
+    offers: tuple[Offer, ...]
+    simulated: int
+    result: StreamingResult
+
+    @property
+    def binding(self) -> str:
+        """The resource that limits the step, as in `host memory 92 % busy`."""
+        name, part = next(iter(self.bounds.items()))
+        return f"{name} {100 * part:.0f} % busy"
+
+    def __str__(self) -> str:
+        share = 100 * self.compute_seconds / self.seconds if self.seconds else 100.0
+        lines = [
+            f"{describe(self.plan)}: {self.seconds:.4g} s per step, {self.peak_bytes / 1e9:.2f} GB of GPU memory",
+            f"limited by: {self.binding}; the GPU computes {share:.0f} % of the time",
+        ]
+        for offer in self.offers:
+            gain = 100 * (1 - offer.seconds / self.seconds) if self.seconds else 0.0
+            bought = f"{gain:.0f} % less time, with {describe(offer.plan)}" if gain >= 1 else "nothing"
+            lines.append(f"{offer.change} would buy {bought}")
+        return "\n".join(lines)
+
+
+def choose(
+    chunks: Sequence[ChunkCost],
+    machine: Machine,
+    *,
+    base: StreamingPlan | None = None,
+    extra_bytes: float = 0,
+    windows: Sequence[int] = WINDOWS,
+    checkpoint: Sequence[bool] = (False, True),
+    offers: bool = True,
+) -> Choice:
+    """The fastest plan whose peak fits into `machine.gpu_bytes`.
+
+    Windows, activation policies and resident chunks (each count, spread evenly or the first ones) are combined. A
+    combination is skipped when a bound shows that it cannot fit, or cannot beat the best so far.
+
+    Args:
+        base: what is not chosen here: microbatches, order, optimizer (default: overlapped on the host), accumulation.
+        extra_bytes: GPU memory for what is in no chunk: inputs, the loss, work space.
+        offers: also simulate what more memory and more microbatches would buy.
+
+    Raises:
+        ConfigurationError: no combination fits; says what the least would be.
+    """
+    base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+    best, simulated = _search(chunks, machine, base, extra_bytes, windows, checkpoint)
+    plan, result = best
+    found: list[Offer] = []
+    if offers:
+        if machine.gpu_bytes is not None:
+            for factor in (1.5, 2.0):
+                larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
+                (other, its), count = _search(chunks, larger, base, extra_bytes, windows, checkpoint)
+                simulated += count
+                change = f"{factor:g} times the GPU memory ({factor * machine.gpu_bytes / 1e9:.1f} GB)"
+                found.append(Offer(change, its.seconds, other, its.peak_bytes + extra_bytes))
+        twice = replace(base, microbatches=2 * base.microbatches)
+        (other, its), count = _search(chunks, machine, twice, extra_bytes, windows, checkpoint)
+        simulated += count
+        change = f"{twice.microbatches} microbatches instead of {base.microbatches}"
+        found.append(Offer(change, its.seconds / 2, other, its.peak_bytes + extra_bytes))
+    return Choice(
+        plan=plan,
+        seconds=result.seconds,
+        compute_seconds=result.compute * result.seconds,
+        peak_bytes=result.peak_bytes + extra_bytes,
+        bounds=_bounds(result),
+        offers=tuple(found),
+        simulated=simulated,
+        result=result,
+    )
+
+
+def describe(plan: StreamingPlan) -> str:
+    """The chosen knobs, as they are passed to the strategy."""
+    pin = plan.pin if isinstance(plan.pin, int) else f"range({len(plan.pin)})"
+    return f"window={plan.window}, pin={pin}, activations={'checkpoint' if plan.checkpoint else 'keep'}"
+
+
+def _search(
+    chunks: Sequence[ChunkCost],
+    machine: Machine,
+    base: StreamingPlan,
+    extra_bytes: float,
+    windows: Sequence[int],
+    checkpoint: Sequence[bool],
+) -> tuple[tuple[StreamingPlan, StreamingResult], int]:
+    limit = float("inf") if machine.gpu_bytes is None else machine.gpu_bytes - extra_bytes
+    plans = [
+        replace(base, window=window, pin=pin, checkpoint=recompute)
+        for recompute in checkpoint
+        for pin in _pins(len(chunks))
+        for window in (windows if _count(pin) < len(chunks) else windows[:1])
+        if window <= max(1, len(chunks) - _count(pin))
+    ]
+    bounded = sorted(
+        ((_least_seconds(chunks, machine, plan), _least_bytes(chunks, plan), i) for i, plan in enumerate(plans)),
+        key=lambda entry: entry[:2],
+    )
+    fastest = least = float("inf")
+    fitting: list[tuple[StreamingPlan, StreamingResult]] = []
+    simulated = 0
+    for seconds, nbytes, i in bounded:
+        if nbytes > limit:
+            least = min(least, nbytes)
+            continue
+        if seconds > fastest * (1 + TOLERANCE):
+            break
+        result = simulate_streaming(chunks, plans[i], machine)
+        simulated += 1
+        if result.peak_bytes > limit:
+            least = min(least, result.peak_bytes)
+            continue
+        fastest = min(fastest, result.seconds)
+        fitting.append((plans[i], result))
+    if not fitting:
+        raise ConfigurationError(
+            f"no window, pin and activation policy fits into {(limit + extra_bytes) / 1e9:.2f} GB of GPU memory: about "
+            f"{(least + extra_bytes) / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
+        )
+    close = [entry for entry in fitting if entry[1].seconds <= fastest * (1 + TOLERANCE)]
+    return min(close, key=lambda entry: (entry[1].peak_bytes, entry[1].seconds)), simulated
+
+
+def _pins(chunks: int) -> list[int | tuple[int, ...]]:
+    """Counts, spread evenly; and the first ones, where that is another set."""
+    counts: list[int | tuple[int, ...]] = list(range(chunks + 1))
+    first = (tuple(range(count)) for count in range(2, chunks))
+    return counts + [pin for pin in first if resident_chunks(len(pin), chunks) != frozenset(pin)]
+
+
+def _count(pin: int | tuple[int, ...]) -> int:
+    return pin if isinstance(pin, int) else len(pin)
+
+
+def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: StreamingPlan) -> float:
+    """A step cannot be shorter than the work of any one resource."""
+    resident = resident_chunks(plan.pin, len(chunks))
+    streamed = [chunk for i, chunk in enumerate(chunks) if i not in resident]
+    backward = sum(c.backward + c.forward * plan.checkpoint for c in chunks) * plan.train
+    compute = plan.microbatches * (sum(c.forward for c in chunks) + backward)
+    on_host = plan.train and plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED, Optimizer.OVERLAPPED)
+    update = sum(c.update for c in streamed) * on_host
+    gradients = sum(c.gradient for c in streamed) * on_host
+    apart = compute + update if plan.optimizer is Optimizer.PUBLISHED else max(compute, update)
+    host_bytes = sum(c.update_bytes + c.gradient_bytes for c in streamed) * on_host
+    memory = host_bytes / machine.host_memory if machine.host_memory else 0.0
+    return max(apart, gradients, sum(c.transfer for c in streamed), memory)
+
+
+def _least_bytes(chunks: Sequence[ChunkCost], plan: StreamingPlan) -> float:
+    """Slots, resident chunks, and the activations of the moment when the first backward begins."""
+    resident = resident_chunks(plan.pin, len(chunks))
+    streamed = [chunk.weight_bytes for i, chunk in enumerate(chunks) if i not in resident]
+    updated = plan.train and plan.optimizer is not Optimizer.NONE
+    kept = sum(
+        chunks[i].resident_bytes + chunks[i].gradient_bytes * plan.train + chunks[i].state_bytes * updated
+        for i in resident
+    )
+    together = plan.microbatches if plan.order is Order.CHUNK else 1
+    held = sum(c.boundary_bytes if plan.checkpoint else c.kept_bytes for c in chunks) * together * plan.train
+    summed = plan.accumulate is Accumulate.GPU and plan.order is Order.MICROBATCH and plan.microbatches > 1
+    gradients = sum(c.gradient_bytes for i, c in enumerate(chunks) if i not in resident) * summed * plan.train
+    return min(plan.window, len(streamed)) * max(streamed, default=0.0) + kept + max(held, gradients)
+
+
+def _bounds(result: StreamingResult) -> dict[str, float]:
+    parts = {
+        "GPU compute": result.compute,
+        "copies to the GPU": result.h2d,
+        "copies to the host": result.d2h,
+        "optimizer on the host": result.host,
+    }
+    names = {HOST_MEMORY: "host memory bandwidth", BOTH_WAYS: "PCIe both ways"}
+    parts |= {names[name]: part for name, part in result.shared.items()}
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
