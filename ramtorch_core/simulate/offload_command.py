@@ -1,0 +1,152 @@
+"""The command line of the streaming simulator."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.simulate import options
+from ramtorch_core.simulate.choose import Choice, choose, describe
+from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
+from ramtorch_core.simulate.costs import Machine
+from ramtorch_core.simulate.options import Row, count, listed, number, one_of
+from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
+from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
+
+PROGRAM = "offload_simulator"
+KNOBS = ("window", "pin", "activations", "microbatches", "order", "optimizer", "accumulate")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate a streamed model as the arguments say. Returns the exit code: 0, or 2 for input that cannot work."""
+    return options.main(_run, PROGRAM, argv)
+
+
+def _pin(text: str) -> int | tuple[int, ...]:
+    return tuple(range(count(text[5:]))) if text.startswith("first") else count(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.parser(PROGRAM, "Simulates weights that stream through a window: step time, stalls and memory.")
+    add_chunk_flags(parser)
+    knobs = parser.add_argument_group("knobs")
+    add = knobs.add_argument
+    add("--window", type=listed(count), default=(1, 2, 3, 4), help="slots (default: 1,2,3,4)")
+    add("--pin", type=listed(_pin), default=(0,), help="resident chunks: N spread evenly, or firstN (default: 0)")
+    policies = listed(one_of("keep", "checkpoint"))
+    add("--activations", type=policies, default=("checkpoint",), help="keep, checkpoint (default: checkpoint)")
+    add("--microbatches", type=listed(count), default=(1,), help="per step (default: 1)")
+    orders = [order.value for order in Order]
+    add("--order", type=listed(one_of(*orders)), default=("microbatch",), help=f"what comes first: {', '.join(orders)}")
+    optimizers = [optimizer.value for optimizer in Optimizer]
+    add("--optimizer", type=listed(one_of(*optimizers)), default=("none",), help=", ".join(optimizers))
+    places = [place.value for place in Accumulate]
+    add("--accumulate", type=listed(one_of(*places)), default=("host",), help=f"gradients: {', '.join(places)}")
+    add("--forward-only", action="store_true", help="prediction: no backward, no optimizer")
+    add("--steps", type=count, default=3, help="simulated; the last is reported. 1: a single cold step (default: 3)")
+    add("--extra-bytes", type=number, default=0.0, help="GPU memory outside of chunks: inputs, loss, work space")
+    add("--choose", action="store_true", help="choose window, pin and activations for --gpu-memory")
+    return parser
+
+
+def _run(argv: Sequence[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    machine = machine_of(arguments)
+    if not 0 <= arguments.extra_bytes < float("inf"):
+        raise ConfigurationError(f"extra_bytes={arguments.extra_bytes}: it must be finite and not negative")
+    if arguments.choose:
+        _choose(arguments, machine)
+        return
+    swept = [name for name in SWEPT if len(getattr(arguments, name)) > 1]
+    rows = []
+    for knobs in options.combinations(arguments, (*SWEPT, *KNOBS)):
+        plan = _plan(knobs, train=not arguments.forward_only)
+        chunks = chunks_of(arguments, machine, knobs)
+        result = simulate_streaming(chunks, plan, machine, steps=arguments.steps)
+        rows.append(_row(knobs, swept, arguments, result))
+    _check_fit(rows, machine)
+    options.present(rows, arguments)
+
+
+def _plan(knobs: Mapping[str, Any], *, train: bool) -> StreamingPlan:
+    return StreamingPlan(
+        window=knobs["window"],
+        pin=knobs["pin"],
+        checkpoint=knobs["activations"] == "checkpoint",
+        microbatches=knobs["microbatches"],
+        order=Order(knobs["order"]),
+        optimizer=Optimizer(knobs["optimizer"]),
+        accumulate=Accumulate(knobs["accumulate"]),
+        train=train,
+    )
+
+
+def _row(knobs: Mapping[str, Any], swept: Sequence[str], arguments: argparse.Namespace, result: StreamingResult) -> Row:
+    shown = {name: knobs[name] for name in ("window", "pin", "activations")}
+    if isinstance(shown["pin"], tuple):
+        shown["pin"] = f"first{len(shown['pin'])}"
+    shown |= {name: knobs[name] for name in KNOBS[3:] if len(getattr(arguments, name)) > 1}
+    for name in swept:
+        value = knobs[name]
+        shown[name] = ":".join(f"{part:g}" for part in value) if isinstance(value, tuple) else value
+    figures = {
+        "seconds": result.seconds,
+        "GPU": result.compute,
+        "stall": result.stall / result.seconds if result.seconds else 0.0,
+        "H2D": result.h2d,
+        "D2H": result.d2h,
+        "host": result.host,
+        **result.shared,
+        "transfers": result.transfers,
+        "chunks": result.peak_chunks,
+        "weight bytes": result.weight_bytes,
+        "peak bytes": result.peak_bytes + arguments.extra_bytes * bool(result.peak_bytes),
+    }
+    return Row(shown, figures, result.timeline)
+
+
+def _check_fit(rows: Sequence[Row], machine: Machine) -> None:
+    """Refuse memory that no row fits into; mark the rows otherwise."""
+    if machine.gpu_bytes is None:
+        return
+    for row in rows:
+        row.knobs["fits"] = "yes" if row.figures["peak bytes"] <= machine.gpu_bytes else "no"
+    if all(row.knobs["fits"] == "no" for row in rows):
+        least = min(rows, key=lambda row: row.figures["peak bytes"])
+        knobs = ", ".join(f"{key}={value}" for key, value in least.knobs.items() if key != "fits")
+        raise ConfigurationError(
+            f"none of {len(rows)} combinations fits into {machine.gpu_bytes / 1e9:.2f} GB of GPU memory: the smallest, "
+            f"{knobs}, needs {least.figures['peak bytes'] / 1e9:.2f} GB. Lower --window or --pin, or checkpoint"
+        )
+
+
+def _choose(arguments: argparse.Namespace, machine: Machine) -> None:
+    wide = [name for name in (*SWEPT, *KNOBS[3:]) if len(getattr(arguments, name)) > 1]
+    if wide:
+        raise ConfigurationError(f"--choose needs one value of --{wide[0].replace('_', '-')}, not a list")
+    knobs = next(options.combinations(arguments, (*SWEPT, *KNOBS)))
+    chunks = chunks_of(arguments, machine, knobs)
+    base = _plan(knobs, train=not arguments.forward_only)
+    choice = choose(chunks, machine, base=base, extra_bytes=arguments.extra_bytes)
+    if not arguments.json:
+        print(choice)
+        print()
+    plan = choice.plan
+    knobs |= {"window": plan.window, "pin": plan.pin, "activations": "checkpoint" if plan.checkpoint else "keep"}
+    options.present([_row(knobs, (), arguments, choice.result)], arguments, choice=_as_data(choice))
+
+
+def _as_data(choice: Choice) -> dict[str, object]:
+    plan = {"window": choice.plan.window, "pin": choice.plan.pin, "checkpoint": choice.plan.checkpoint}
+    offers = [{**asdict(offer), "plan": describe(offer.plan)} for offer in choice.offers]
+    return {
+        **plan,
+        "seconds": choice.seconds,
+        "peak_bytes": choice.peak_bytes,
+        "binding": choice.binding,
+        "bounds": choice.bounds,
+        "offers": offers,
+    }
