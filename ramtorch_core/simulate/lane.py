@@ -61,7 +61,7 @@ class Lane:
         self.transfers = 0
         self._freed: dict[int, int] = {}  # slot -> the last visit that used it
         self._moving: deque[int] = deque()
-        self._gate: int | None = None  # the gradient that must have left before compute goes on
+        self._gates: list[int] = []  # what must have ended before compute goes on
         self.begin(())
 
     def begin(self, itinerary: Iterable[Visit], since: int | None = None) -> None:
@@ -95,17 +95,24 @@ class Lane:
 
     def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()) -> int:
         """Compute that needs no chunk's weights. Returns its task."""
-        gate, self._gate = self._gate, None
-        return self.work.add(self.compute, label, kind, seconds, [*after, gate])
+        gates, self._gates = self._gates, []
+        return self.work.add(self.compute, label, kind, seconds, [*after, *gates])
 
-    def send_gradient(self, chunk: int, visit: int, times: int = 1) -> int:
-        """Move the gradient that `visit` produced to the host; 2 `times`: add it to what is there. Returns the task."""
+    def send_gradient(self, chunk: int, visit: int, *, times: int = 1, room: int | None = None) -> int:
+        """Move the gradient that `visit` produced to the host. Returns the task.
+
+        Args:
+            times: 2 to add it to what is there.
+            room: the task that makes room for it; until then, the host issues nothing else.
+        """
         cost = self.chunks[chunk]
         uses = traffic(cost.gradient_bytes, cost.gradient, HOST_MEMORY, self.bus)
-        task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, cost.gradient * times, [visit], uses)
+        task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, cost.gradient * times, [visit, room], uses)
+        if room is not None:
+            self._gates.append(room)
         self._moving.append(task)
         if len(self._moving) > GRADIENTS_IN_FLIGHT:
-            self._gate = self._moving.popleft()
+            self._gates.append(self._moving.popleft())
         return task
 
     def hold(self, nbytes: float, since: int, until: int | None) -> None:

@@ -17,7 +17,7 @@ from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, Streaming
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
 
 PROGRAM = "offload_simulator"
-KNOBS = ("window", "pin", "activations", "microbatches", "order", "optimizer", "accumulate")
+KNOBS = ("window", "pin", "activations", "microbatches", "order", "optimizer", "accumulate", "staging")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", type=listed(one_of(*optimizers)), default=("none",), help=", ".join(optimizers))
     places = [place.value for place in Accumulate]
     add("--accumulate", type=listed(one_of(*places)), default=("host",), help=f"gradients: {', '.join(places)}")
+    waiting = "chunks whose gradients may wait on the host for an overlapped update (default: 4)"
+    add("--staging", type=listed(count), default=(4,), help=waiting)
     add("--forward-only", action="store_true", help="prediction: no backward, no optimizer")
     add("--steps", type=count, default=3, help="simulated; the last is reported. 1: a single cold step (default: 3)")
     add("--extra-bytes", type=number, default=0.0, help="GPU memory outside of chunks: inputs, loss, work space")
@@ -80,6 +82,7 @@ def _plan(knobs: Mapping[str, Any], *, train: bool) -> StreamingPlan:
         order=Order(knobs["order"]),
         optimizer=Optimizer(knobs["optimizer"]),
         accumulate=Accumulate(knobs["accumulate"]),
+        staging=knobs["staging"],
         train=train,
     )
 

@@ -235,7 +235,9 @@ class _Walk:
         self._sent[device, chunk] += 1
         count = self._sent[device, chunk]
         if not stays or count == self.schedule.microbatches:
-            lane.hold(cost.gradient_bytes, since, lane.send_gradient(chunk, task, 1 if stays or count == 1 else 2))
+            lane.hold(
+                cost.gradient_bytes, since, lane.send_gradient(chunk, task, times=1 if stays or count == 1 else 2)
+            )
 
     def _send(self, op: Op, device: int) -> None:
         """The result of `op` leaves for the stage that needs it next, if that is on another GPU."""

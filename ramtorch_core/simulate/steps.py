@@ -56,9 +56,11 @@ class StreamingPlan:
         checkpoint: recompute activations in backward instead of keeping them.
         microbatches: per step.
         train: False for forwards alone.
+        staging: how many chunks' gradients may wait on the host for an update that overlaps with backward; None for
+            any number. A backward that is further ahead waits.
 
     Raises:
-        ConfigurationError: fewer than one slot or microbatch.
+        ConfigurationError: fewer than one slot, microbatch or staging buffer.
     """
 
     window: int = 2
@@ -69,12 +71,15 @@ class StreamingPlan:
     optimizer: Optimizer = Optimizer.NONE
     accumulate: Accumulate = Accumulate.HOST
     train: bool = True
+    staging: int | None = 4
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ConfigurationError(f"window={self.window}: at least 1 slot is needed; 2 let copies overlap compute")
         if self.microbatches < 1:
             raise ConfigurationError(f"microbatches={self.microbatches}: a step needs at least 1")
+        if self.staging is not None and self.staging < 1:
+            raise ConfigurationError(f"staging={self.staging}: a gradient needs at least 1 buffer on its way")
 
 
 class Steps:
@@ -109,6 +114,7 @@ class Steps:
         self._forwards: dict[tuple[int, int], int] = {}  # chunk and microbatch -> its forward
         self._gradient_since: dict[int, int] = {}  # chunk -> the visit since which its gradient is on the GPU
         self._arrived: dict[int, int] = {}  # chunk -> the copy of its last gradient
+        self._overlapping: list[int] = []  # updates on the host that the backward does not wait for
         self._gpu_updates: list[tuple[int, int, int]] = []  # to come: chunk, its visit, the visit before
         everything = list(range(plan.microbatches))
         for group in [everything] if plan.order is Order.CHUNK else [[m] for m in everything]:
@@ -156,11 +162,15 @@ class Steps:
             self._gradient_since[chunk] = since
             self._gpu_updates.append((chunk, visit, before))
         elif last or not stays:
-            arrived = self.lane.send_gradient(chunk, visit, times=2 if m and not stays else 1)
-            self._arrived[chunk] = arrived
+            overlaps = last and plan.optimizer in (Optimizer.JOINED, Optimizer.OVERLAPPED)
+            room = None
+            if overlaps and plan.staging is not None and len(self._overlapping) >= plan.staging:
+                room = self._overlapping[-plan.staging]
+            times = 2 if m and not stays else 1
+            arrived = self._arrived[chunk] = self.lane.send_gradient(chunk, visit, times=times, room=room)
             self.lane.hold(cost.gradient_bytes, since, arrived)
-            if last and plan.optimizer in (Optimizer.JOINED, Optimizer.OVERLAPPED):
-                self._update_on_host(chunk, arrived)
+            if overlaps:
+                self._overlapping.append(self._update_on_host(chunk, arrived))
 
     def _optimize(self) -> None:
         """`optimizer.step()`."""
@@ -175,12 +185,13 @@ class Steps:
         if plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED):
             self._since = self.work.join([self._latest, *self.lane.updated.values()])
 
-    def _update_on_host(self, chunk: int, after: int | None) -> None:
+    def _update_on_host(self, chunk: int, after: int | None) -> int:
         cost = self.chunks[chunk]
         uses = traffic(cost.update_bytes, cost.update, HOST_MEMORY)
         task = self.work.add(HOST, f"u{chunk}", Kind.UPDATE, cost.update, [after], uses)
         self._update[task] = (self._number, chunk)
         self.lane.updated[chunk] = task
+        return task
 
     def _update_on_gpu(self) -> None:
         """Lay out the updates whose backward visit is over; their state came in beside that visit."""

@@ -18,7 +18,6 @@ from ramtorch_core.plan.schedule import (
     staggered_1b1f,
     uniform_1f1b,
     zb_h1,
-    zbv,
 )
 from ramtorch_core.simulate import (
     Accumulate,

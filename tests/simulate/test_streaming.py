@@ -52,6 +52,7 @@ plans = st.builds(
     order=st.sampled_from(Order),
     optimizer=st.sampled_from(Optimizer),
     accumulate=st.sampled_from(Accumulate),
+    staging=st.sampled_from([None, 1, 3]),
     train=st.booleans(),
 )
 
@@ -131,6 +132,17 @@ def test_while_backward_goes_on_updates_come_in_the_order_of_their_gradients() -
     chunks = [ChunkCost(forward=1, backward=4, update=1)] * 4
     result = simulate_streaming(chunks, keep(optimizer=Optimizer.OVERLAPPED), steps=1)
     assert [start for _, start, _ in spans(result, "host")] == [8, 12, 16, 20]
+
+
+def test_a_backward_waits_for_the_updates_when_the_staging_buffers_are_full() -> None:
+    chunks = [ChunkCost(forward=1, backward=1, update=5)] * 4
+    free = simulate_streaming(chunks, keep(optimizer=Optimizer.JOINED, staging=None), steps=1)
+    bound = simulate_streaming(chunks, keep(optimizer=Optimizer.JOINED, staging=2), steps=1)
+    assert [start for _, start, _ in spans(free, "compute")[4:]] == [4, 5, 6, 7]
+    # The gradient of chunk 1 waits from 7 until u3 ends at 10; B0 begins then, and its gradient waits for u2.
+    assert [start for _, start, _ in spans(bound, "compute")[4:]] == [4, 5, 6, 10]
+    assert spans(bound, "host") == [("u3", 5, 10), ("u2", 10, 15), ("u1", 20, 25), ("u0", 15, 20)]
+    assert free.seconds == bound.seconds == 25
 
 
 def test_compute_waits_before_a_third_gradient_would_be_on_its_way() -> None:
