@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.clock import Kind
 from ramtorch_core.simulate.timeline import Cause, Span, Timeline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; light and dark alternate along a row.
 COLOURS = {
@@ -119,7 +116,7 @@ def plot(line: Timeline, path: str, title: str = "") -> None:
 HATCHES = {Cause.STALL: "xxx", Cause.BUBBLE: "..."}
 
 
-def _draw(axes: Axes, line: Timeline, name: str, height: int) -> None:
+def _draw(axes: Any, line: Timeline, name: str, height: int) -> None:
     for gap in line.gaps:
         if gap.resource == name:
             where = [(gap.start - line.start, gap.end - gap.start)]

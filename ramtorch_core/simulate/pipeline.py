@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,8 +149,7 @@ class _Walk:
     ) -> None:
         self.schedule, self.plan = schedule, plan
         self.names = [f"GPU {device}" for device in range(schedule.devices)]
-        crossings = {(a, b) for a in range(schedule.devices) for b in range(schedule.devices) if a != b}
-        wires = {self._wire(a, b): 1.0 for a, b in crossings}
+        wires = {f"wire {a}>{b}": 1.0 for a, b in itertools.permutations(range(schedule.devices), 2)}
         self.work = Work(machine.capacities(*self.names) | wires)
         self.links: set[str] = set()
         self.lanes: list[Lane] = []
@@ -167,7 +167,7 @@ class _Walk:
         self._arrived: dict[Op, int] = {}  # the same -> the task after which the next stage's GPU has its result
         self._forward_of: dict[tuple[int, int, int], int] = {}  # stage, chunk, microbatch -> its forward visit
         self._gradient_since: dict[tuple[int, int], int] = {}  # device, chunk -> the first visit that left a gradient
-        self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._left: Counter[tuple[int, int]] = Counter()  # device, chunk -> how many did
 
     def lay_out(self) -> None:
         """All ops, in an order that their dependencies allow; `check` has shown that there is one."""
@@ -232,12 +232,11 @@ class _Walk:
             return
         stays = plan.accumulate is Accumulate.GPU
         since = self._gradient_since.setdefault((device, chunk), task) if stays else task
-        self._sent[device, chunk] += 1
-        count = self._sent[device, chunk]
+        self._left[device, chunk] += 1
+        count = self._left[device, chunk]
         if not stays or count == self.schedule.microbatches:
-            lane.hold(
-                cost.gradient_bytes, since, lane.send_gradient(chunk, task, times=1 if stays or count == 1 else 2)
-            )
+            sent = lane.send_gradient(chunk, task, times=1 if stays or count == 1 else 2)
+            lane.hold(cost.gradient_bytes, since, sent)
 
     def _send(self, op: Op, device: int) -> None:
         """The result of `op` leaves for the stage that needs it next, if that is on another GPU."""
@@ -247,9 +246,6 @@ class _Walk:
         target = self.schedule.placement[stage]
         result = Op("I", op.stage, op.microbatch) if op.kind == "B" else op
         link = f"link {device}>{target} {'activations' if op.kind == 'F' else 'gradients'}"
-        uses = {self._wire(device, target): 1.0}
+        uses = {f"wire {device}>{target}": 1.0}
         self._arrived[result] = self.work.add(link, str(op), Kind.SEND, self.plan.send, [self._end[result]], uses)
         self.links.add(link)
-
-    def _wire(self, source: int, target: int) -> str:
-        return f"wire {source}>{target}"
