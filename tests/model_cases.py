@@ -369,7 +369,7 @@ CASES = {
     "bert": Case(bert, text, own_loss, MASKED, "bert.encoder.layer.2", HF),
     "t5": Case(t5, pairs_of_text, own_loss, {"encoder.block.*": 6, "decoder.block.*": 6}, "decoder.block.*", HF),
     "mixtral": Case(mixtral, text, own_loss, DECODER, "model.layers.2", HF),
-    "vit": Case(vit, images, own_loss, {"vit.layers.*": 8, "vit.embeddings.**": 1}, "vit.layers.4", HF),
+    "vit": Case(vit, images, own_loss, {"vit.**layer*.*": 8, "vit.embeddings.**": 1}, "vit.**layer*.4", HF),
     "convnext": Case(
         convnext, images, own_loss, {"**.layers.*": 9, "**.downsampling_layer.1": 3, "**.patch_embeddings": 1},
         "convnext.encoder.stages.2.layers.2", HF,
