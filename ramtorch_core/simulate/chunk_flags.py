@@ -122,19 +122,19 @@ def _from_file(path: str, machine: Machine) -> list[ChunkCost]:
         raise ConfigurationError(f"{path} must hold a list of objects, one per chunk or kind of chunk")
     chunks: list[ChunkCost] = []
     for position, entry in enumerate(entries):
-        if entry.get("count", 1) < 1:
-            raise ConfigurationError(f"{path}, entry {position}: count={entry['count']}; it must be at least 1")
         for name, value in entry.items():
             if name not in allowed:
                 known = ", ".join(sorted(allowed))
                 raise ConfigurationError(f"{path}, entry {position}: {name!r} is unknown; there are {known}")
             if name != "name" and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ConfigurationError(f"{path}, entry {position}: {name}={value!r} is no number")
+        if entry.get("count", 1) < 1 or entry.get("count", 1) % 1:
+            raise ConfigurationError(
+                f"{path}, entry {position}: count={entry['count']}; it must be a whole number, 1 or more"
+            )
         missing = [name for name in ("forward", "backward") if name not in entry]
         if missing:
             raise ConfigurationError(f"{path}, entry {position}: {missing[0]} is missing, in seconds per microbatch")
         row = {name: value for name, value in entry.items() if name not in ("count", "name")}
         chunks += [_cost(row, machine)] * int(entry.get("count", 1))
-    if not chunks:
-        raise ConfigurationError(f"{path} describes 0 chunks: there is nothing to simulate")
     return chunks

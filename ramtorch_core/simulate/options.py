@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -107,6 +109,9 @@ def main(body: Callable[[Sequence[str]], None], program: str, argv: Sequence[str
     except (ConfigurationError, PlanError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -117,7 +122,8 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, **more: object) 
     fitting = [i for i, row in enumerate(rows) if row.knobs.get("fits") != "no"]
     best = min(fitting, key=lambda i: rows[i].figures["seconds"])
     varied = {key for row in rows for key in row.knobs if key != "fits" and row.knobs[key] != rows[0].knobs[key]}
-    title = ", ".join(f"{key}={value}" for key, value in rows[best].knobs.items() if key in varied or len(rows) == 1)
+    common = ", ".join(f"{key}={_word(value)}" for key, value in rows[0].knobs.items() if key not in {*varied, "fits"})
+    title = ", ".join(f"{key}={_word(value)}" for key, value in rows[best].knobs.items() if key in varied) or common
     if arguments.plot:
         plot(rows[best].line, arguments.plot, f"{title}: {rows[best].figures['seconds']:.4g} s")
     if arguments.json:
@@ -125,15 +131,21 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, **more: object) 
         print(json.dumps({"rows": found, "fastest": best, "timeline": _as_data(rows[best].line), **more}))
         return
     used = [key for key in rows[0].figures if any(row.figures.get(key) for row in rows) or key in ("seconds", "GPU")]
-    print(table([_cells(row, used) for row in rows]))
-    print(f"\n{'fastest: ' if len(rows) > 1 else ''}{title}")
+    if common:
+        print(f"{common}\n")
+    print(table([_cells(row, used, varied | ({"fits"} & row.knobs.keys())) for row in rows]))
+    print(f"\nfastest: {title}" if varied else "")
     print(text_chart(rows[best].line, arguments.width))
     if arguments.plot:
         print(f"chart written to {arguments.plot}")
 
 
-def _cells(row: Row, used: Sequence[str]) -> dict[str, str]:
-    shown = {key: str(value) for key, value in row.knobs.items()}
+def _word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cells(row: Row, used: Sequence[str], knobs: AbstractSet[str]) -> dict[str, str]:
+    shown = {key: _word(value) for key, value in row.knobs.items() if key in knobs}
     for key in used:
         value = row.figures[key]
         if key.endswith("bytes"):

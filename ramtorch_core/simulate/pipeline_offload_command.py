@@ -11,7 +11,7 @@ from ramtorch_core.simulate import options
 from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
 from ramtorch_core.simulate.options import Row, count, listed, one_of
 from ramtorch_core.simulate.pipeline import PipelinePlan, simulate_pipeline
-from ramtorch_core.simulate.schedule_command import add_schedule_flags, figures, schedules
+from ramtorch_core.simulate.schedule_command import add_schedule_flags, figures, named, schedules
 from ramtorch_core.simulate.steps import Accumulate
 
 PROGRAM = "pipeline_offload_simulator"
@@ -57,8 +57,8 @@ def _run(argv: Sequence[str]) -> None:
             parts = partition([chunk.forward + chunk.backward for chunk in chunks], schedule.stages)
             stages = [[chunks[i] for i in part] for part in parts]
             result = simulate_pipeline(schedule, stages, plan, machine)
-            shown: dict[str, object] = {"schedule": schedule.name, "p": schedule.devices, "m": schedule.microbatches}
-            for name in ("window", *(n for n in (*SWEPT, *KNOBS[2:]) if n != "window")):
+            shown = named(schedule)
+            for name in ("window", *(n for n in (*SWEPT, *KNOBS[3:]) if n != "window")):
                 if name == "window" or len(getattr(arguments, name)) > 1:
                     value = knobs[name]
                     shown[name] = ":".join(f"{part:g}" for part in value) if isinstance(value, tuple) else value

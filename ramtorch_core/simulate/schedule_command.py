@@ -33,7 +33,8 @@ def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     add("--m", type=listed(count), default=(8,), help="microbatches (default: 8)")
     add("--comm", type=listed(number), default=(0.0,), help="seconds that an activation is on a link (default: 0)")
     add("--schedule", type=listed(one_of(*NAMES)), help=f"{', '.join(NAMES)} (default: those with a stage per GPU)")
-    add("--v", type=listed(count), default=(1,), help="stages per GPU; more than 1 adds interleaved (default: 1)")
+    stages = "stages per GPU: of interleaved, which is what more than 1 shows by default (default: 2)"
+    add("--v", type=listed(count), default=(None,), help=stages)
     add("--vshape", action="store_true", help="add zbv: two stages per GPU, placed in a V")
     share = "part of a backward that is the weight gradient, where it is split (default: 0.5)"
     add("--weight-share", type=listed(number), default=(0.5,), help=share)
@@ -49,17 +50,16 @@ def schedules(arguments: argparse.Namespace, knobs: Mapping[str, Any]) -> list[S
     p, m, v = knobs["p"], knobs["m"], knobs["v"]
     if arguments.table:
         return [_from_file(arguments.table)]
-    if v < 1:
+    if v is not None and v < 1:
         raise ConfigurationError(f"v={v}: a GPU has at least 1 stage")
-    names = arguments.schedule
-    if names is None:
-        names = FLAT if v == 1 else ("interleaved",)
-    elif v > 1 and "interleaved" not in names:
+    names = arguments.schedule or (FLAT if v in (None, 1) else ("interleaved",))
+    if v not in (None, 1) and "interleaved" not in names:
         raise ConfigurationError(
             f"v={v} stages per GPU: only interleaved takes them; add it to --schedule, or use --v 1"
         )
-    found = [_named(name, p, m, v) for name in names]
-    if arguments.vshape and "zbv" not in names:
+    first = v == arguments.v[0]  # what takes no number of stages is not repeated for each
+    found = [_named(name, p, m, v or 2) for name in names if name == "interleaved" or first or not arguments.schedule]
+    if arguments.vshape and "zbv" not in names and first:
         found.append(build("zbv", p, m))
     return found
 
@@ -68,7 +68,7 @@ def _named(name: str, p: int, m: int, v: int) -> Schedule:
     checked = build("sequential" if name == TEACHING else name, p, m)
     if name == TEACHING:
         return uniform_1f1b(p, m)
-    return interleaved(p, m, v) if name == "interleaved" and v > 1 else checked
+    return interleaved(p, m, v) if name == "interleaved" else checked
 
 
 def _from_file(path: str) -> Schedule:
@@ -78,6 +78,12 @@ def _from_file(path: str) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
     return Schedule.parse(text, name=path)
+
+
+def named(schedule: Schedule) -> dict[str, object]:
+    """What tables say of a schedule."""
+    stages = schedule.stages // schedule.devices
+    return {"schedule": schedule.name, "p": schedule.devices, "m": schedule.microbatches, "v": stages}
 
 
 def figures(result: PipelineResult, stages_per_device: float) -> dict[str, float]:
@@ -122,8 +128,8 @@ def _run(argv: Sequence[str]) -> None:
                 for home in schedule.placement
             ]
             result = simulate_pipeline(schedule, [[cost] for cost in costs], plan)
-            shown: dict[str, object] = {"schedule": schedule.name, "p": schedule.devices, "m": schedule.microbatches}
-            for name in KNOBS[2:]:
+            shown = named(schedule)
+            for name in KNOBS[3:]:
                 if len(getattr(arguments, name)) > 1:
                     value = knobs[name]
                     shown[name] = ":".join(f"{part:g}" for part in value) if isinstance(value, tuple) else value

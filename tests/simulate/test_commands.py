@@ -27,8 +27,9 @@ def run(capsys):
 
 def test_the_streaming_simulator_sweeps_the_window_by_itself(run) -> None:
     lines = run("offload_simulator --layers 24 --tf 1.0 --tb 2.0 --th2d 0.5").splitlines()
-    assert lines[0].split()[:4] == ["window", "pin", "activations", "seconds"]
-    assert [line.split()[0] for line in lines[1:5]] == ["1", "2", "3", "4"]
+    assert lines[0] == "pin=0, activations=checkpoint"
+    assert lines[2].split() == ["window", "seconds", "GPU", "stall", "H2D", "transfers", "chunks"]
+    assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "3", "4"]
     assert any(line.startswith("compute |") for line in lines)
 
 
@@ -124,14 +125,22 @@ def test_1f1b_is_another_name_of_staggered_1b1f(run) -> None:
     assert rows[0] == rows[1]
 
 
-def test_stages_per_gpu_and_the_v_shape_are_added(run) -> None:
-    rows = json.loads(run("schedule_simulator --v 2,3 --vshape --json"))["rows"]
-    assert [(row["schedule"], row["v"]) for row in rows] == [
-        ("interleaved", 2),
-        ("zbv", 2),
-        ("interleaved", 3),
-        ("zbv", 3),
-    ]
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--v 2,3 --vshape", ["interleaved 2", "zbv 2", "interleaved 3"]),
+        (
+            "--v 1,2 --m 1",
+            ["gpipe 1", "uniform_1f1b 1", "staggered_1b1f 1", "eager_1f1b 1", "zb_h1 1", "interleaved 2"],
+        ),
+        ("--schedule interleaved,zbv", ["interleaved 2", "zbv 2"]),
+        ("--schedule 1f1b,interleaved --v 1,3", ["staggered_1b1f 1", "interleaved 1", "interleaved 3"]),
+        ("--schedule gpipe --vshape", ["gpipe 1", "zbv 2"]),
+    ],
+)
+def test_stages_per_gpu_are_those_of_interleaved_and_a_v_is_added(run, flags: str, expected: list[str]) -> None:
+    rows = json.loads(run(f"schedule_simulator {flags} --json"))["rows"]
+    assert [f"{row['schedule']} {row['v']}" for row in rows] == expected
 
 
 def test_a_table_of_ones_own_is_walked(run, tmp_path) -> None:
@@ -224,6 +233,8 @@ def test_a_word_that_is_no_value_is_refused_with_the_flag(line: str, message: st
         ('[{"forward": 1, "backward": 1, "weights": 3}]', "'weights' is unknown"),
         ('[{"forward": "1", "backward": 1}]', "forward='1' is no number"),
         ('[{"forward": 1, "backward": 1, "count": 0}]', "count=0"),
+        ('[{"forward": 1, "backward": 1, "count": 1.5}]', "count=1.5"),
+        ('[{"forward": 1, "backward": 1, "count": "2"}]', "count='2' is no number"),
         ('[{"forward": 1, "backward": -1}]', "backward=-1"),
     ],
 )
