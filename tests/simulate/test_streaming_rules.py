@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core import attach
+from ramtorch_core.memory.gradients import MAXIMUM_IN_FLIGHT
 from ramtorch_core.plan.itinerary import straight_itinerary
 from ramtorch_core.plan.transfers import plan_transfers
 from ramtorch_core.simulate import (
@@ -20,6 +21,7 @@ from ramtorch_core.simulate import (
     simulate_streaming,
 )
 from ramtorch_core.simulate.costs import resident_chunks
+from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 
 small = st.integers(0, 6).map(float)
 costs = st.builds(
@@ -97,6 +99,10 @@ def test_every_visit_waits_for_its_transfer_and_every_transfer_for_its_slot(chun
         assert label == str(visit)
         mine = [n for n, t in enumerate(plan.transfers) if t.slot == plan.slot_of_visit[position]]
         assert start >= copies[max(n for n in mine if plan.transfers[n].needed_by <= position)][2]
+
+
+def test_the_engine_lets_as_many_gradients_be_on_their_way() -> None:
+    assert GRADIENTS_IN_FLIGHT == MAXIMUM_IN_FLIGHT
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
