@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,9 @@ def attach(
     stream_dtype: torch.dtype | str | Mapping[str, torch.dtype] = "auto",
     resident_below: int = 1 << 20,
     training: bool = True,
+    overlapped: bool = False,
     host_memory: int | None = None,
+    kernel: Literal["auto", "torch"] = "auto",
     poison: bool = False,
 ) -> Streamer:
     """Stream the weights of any module tree through a small window of device memory.
@@ -56,12 +58,17 @@ def attach(
             the same bits. A dtype, or a mapping from name patterns to dtypes, overrides that under autocast.
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
         training: whether gradients will be needed; counted when the host's memory is checked.
+        overlapped: whether `updates.overlap` will be used in every step, so that few gradients are on the host at
+            a time; counted likewise.
         host_memory: bytes of host memory that may be used; by default what the system reports as available.
+        kernel: of `updates.overlap`: `"auto"` uses a compiled kernel for Adam and AdamW where there is a C compiler,
+            with the results of torch's fused one; `"torch"` always uses the optimizer's own code.
         poison: fill slots with NaN before each copy; proves the ordering of streams in tests.
 
     Returns:
-        The engine: `scope()` around code that reads parameters outside of `module.forward`, `refresh()` and
-        `invalidate()` after writing masters, `chunk_table()`, `device_weight_bytes()`, `close()`.
+        The engine: `updates.overlap(optimizer)` around a backward, `scope()` around code that reads parameters outside
+        of `module.forward`, `refresh()` and `invalidate()` after writing masters, `chunk_table()`,
+        `device_weight_bytes()`, `close()`.
 
     Raises:
         ConfigurationError: an argument that cannot work, or a parameter that is not on the host.
@@ -81,7 +88,9 @@ def attach(
         dtypes=StreamDtypes(stream_dtype),
         resident_below=resident_below,
         training=training,
+        overlapped=overlapped,
         host_memory=host_memory,
+        kernel=kernel,
         poison=poison,
     )
 

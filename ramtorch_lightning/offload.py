@@ -17,14 +17,14 @@ from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
     Precision,
-    SingleDeviceStrategy,
     TrainerFn,
     pl,
     rank_zero_info,
     rank_zero_warn,
 )
-from ramtorch_lightning.checkpoint import LocalCheckpointIO
+from ramtorch_lightning.base import HostStrategy
 from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.overlap import StepPath
 from ramtorch_lightning.refusals import (
     allow_clipping,
     check_optimizer,
@@ -32,11 +32,10 @@ from ramtorch_lightning.refusals import (
     check_single_process,
     devices_were_automatic,
 )
-from ramtorch_lightning.state import on_host
 from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
 
 
-class OffloadStrategy(SingleDeviceStrategy):
+class OffloadStrategy(HostStrategy):
     """Train and run a model larger than the GPU's memory: weights stay in RAM and stream through a small window.
 
     Results are those of the same model held on the device, bit for bit, with the same optimizer on the host. The
@@ -51,14 +50,18 @@ class OffloadStrategy(SingleDeviceStrategy):
             "leaves": every module that owns parameters.
         activations: "checkpoint" recomputes a chunk's activations in backward, "keep" keeps them; "recompute" is
             another name of "checkpoint".
+        gradients: "auto" updates each chunk on the host as soon as its gradients have arrived, while backward goes on,
+            if nothing looks at gradients; the log says which way was taken, and why. `.grad` of streamed parameters is
+            then None. "published" always steps the optimizer over `.grad`, after backward.
+        kernel: "auto" updates with a compiled kernel where the optimizer is Adam or AdamW and there is a C compiler;
+            its results are those of `fused=True`. "torch" always runs the optimizer's own code.
         stream_dtype: "auto" streams float32 weights in autocast's dtype where autocast casts them anyway, with the same
             bits. A dtype, or a mapping from name patterns to dtypes, overrides that.
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
         device: where to compute; by default what `Trainer(accelerator=, devices=)` says.
         host_memory: bytes of RAM that may be used; by default what the system reports as available.
-        accelerator: passed on to Lightning.
+        accelerator, precision_plugin: passed on to Lightning.
         checkpoint_io: passed on to Lightning; by default checkpoints are written and read without a second copy in RAM.
-        precision_plugin: passed on to Lightning.
 
     Raises:
         ConfigurationError: an argument that cannot work; when the Trainer is set up, several devices, a launcher that
@@ -74,6 +77,8 @@ class OffloadStrategy(SingleDeviceStrategy):
         pin: int | list[int] | list[str] = 0,
         chunks: ChunkSpec = None,
         activations: Literal["checkpoint", "keep", "recompute"] = "checkpoint",
+        gradients: Literal["auto", "published"] = "auto",
+        kernel: Literal["auto", "torch"] = "auto",
         stream_dtype: Literal["auto"] | torch.dtype | dict[str, torch.dtype] = "auto",
         resident_below: int = 2**20,
         device: str | int | torch.device | None = None,
@@ -90,12 +95,16 @@ class OffloadStrategy(SingleDeviceStrategy):
             precision_plugin=precision_plugin,
         )
         check_options(window, pin, activations, stream_dtype, resident_below)
+        if gradients not in ("auto", "published"):
+            raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
         self._device_given = device is not None
+        self._gradients = gradients
         self._chunks = chunks
         self._options: dict[str, Any] = {
             "window": window,
             "pin": pin,
             "activations": activations,
+            "kernel": kernel,
             "stream_dtype": stream_dtype,
             "resident_below": resident_below,
             "host_memory": host_memory,
@@ -104,6 +113,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         self._training = True
         self._steps = 0
         self._logged_table = ""
+        self._path: StepPath | None = None
 
     @property
     def streamer(self) -> Streamer:
@@ -134,8 +144,7 @@ class OffloadStrategy(SingleDeviceStrategy):
                 f"OffloadStrategy computes on one device, and the Trainer was given {len(devices)}: pass devices=1, or "
                 f"use PipelineStrategy(devices=[...]) for several"
             )
-        first = devices[0]
-        self._root_device = first if isinstance(first, torch.device) else torch.device(first)
+        self._root_device = torch.device(devices[0])
 
     @override
     def setup_environment(self) -> None:
@@ -147,13 +156,6 @@ class OffloadStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     # ------------------------------------------------------------------ set-up and end
-
-    @override
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are built on the host, never on the device."""
-        with super().tensor_init_context(empty_init=empty_init), torch.device("cpu"):
-            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -173,13 +175,22 @@ class OffloadStrategy(SingleDeviceStrategy):
         self.setup_precision_plugin()
         assert self.lightning_module is not None
         self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
+        if self._training:
+            self._path = StepPath(self.streamer, trainer, self.lightning_module, self.optimizers, self._gradients)
 
     @override
     def model_to_device(self) -> None:
         module = self.lightning_module
         assert module is not None
         spec = chunk_spec(module, self._chunks)
-        self._streamer = attach(module, device=self.root_device, chunks=spec, training=self._training, **self._options)
+        self._streamer = attach(
+            module,
+            device=self.root_device,
+            chunks=spec,
+            training=self._training,
+            overlapped=self._gradients == "auto",
+            **self._options,
+        )
         with self.precision_plugin.forward_context():
             self._streamer.prepare()
         self._steps = 0
@@ -211,13 +222,16 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     def _detach(self) -> None:
         streamer, self._streamer = self._streamer, None
+        path, self._path = self._path, None
+        if path is not None:
+            path.close()
         if streamer is not None:
             streamer.close()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_streamer"] = None
+        state["_streamer"] = state["_path"] = None
         return state
 
     # ------------------------------------------------------------------ steps
@@ -258,21 +272,25 @@ class OffloadStrategy(SingleDeviceStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._streamer is not None:
             self._streamer.begin_lending()
+        if self._path is not None:
+            self._path.begin_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        if self._path is not None:
+            self._path.end_backward()
         if self._streamer is not None:
             self._streamer.end_lending()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._path.step(optimizer) if self._path is not None else contextlib.nullcontext():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._streamer is not None:
             self._streamer.refresh()
         return output
 
     # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
-
     @override
     def on_train_start(self) -> None:
         self._invalidate()
@@ -306,44 +324,28 @@ class OffloadStrategy(SingleDeviceStrategy):
     def on_predict_start(self) -> None:
         self._invalidate()
 
+    def _wait(self) -> None:
+        if self._streamer is not None:
+            self._streamer.updates.wait()
+
     def _invalidate(self) -> None:
+        self._wait()
         if self._streamer is not None:
             self._streamer.invalidate()
 
     # ------------------------------------------------------------------ state
 
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        io = self._checkpoint_io
-        if io is None:
-            io = self._checkpoint_io = LocalCheckpointIO()
-        elif isinstance(getattr(type(io), "checkpoint_io", None), property):  # a wrapper; it keeps the one it has
-            io.checkpoint_io = LocalCheckpointIO()  # type: ignore[attr-defined]
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return on_host(super().lightning_module_state_dict())
+        self._wait()
+        return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return on_host(super().optimizer_state(optimizer))
+        self._wait()
+        return super().optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)  # torch puts each state where its parameter is
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        description = (cls.__doc__ or "").partition("\n")[0]
-        # The Trainer lower-cases names. With those of the class LightningCLI takes the class without arguments.
-        for name in (cls.strategy_name, "offloadstrategy", "ramtorch_lightning.offloadstrategy"):
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=description)
+        self._wait()
+        super().load_optimizer_state_dict(checkpoint)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -32,16 +30,15 @@ from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
     Precision,
-    SingleDeviceStrategy,
     TrainerFn,
     is_overridden,
     pl,
     rank_zero_info,
     rank_zero_warn,
 )
+from ramtorch_lightning.base import HostStrategy
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
-from ramtorch_lightning.state import on_host
 
 __all__ = ["PipelineStrategy"]
 
@@ -50,7 +47,7 @@ SplitFn = Callable[[Any, int], Sequence[Any]]
 _UNSUPPORTED_PRECISION = ("BitsandbytesPrecision", "TransformerEnginePrecision", "DeepSpeedPrecision", "FSDPPrecision")
 
 
-class PipelineStrategy(SingleDeviceStrategy):
+class PipelineStrategy(HostStrategy):
     """Train and run a model across several GPUs in one process: each holds one stage, microbatches flow through them.
 
     `training_step` runs once per microbatch, unchanged. Results are those of
@@ -162,13 +159,6 @@ class PipelineStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     # ------------------------------------------------------------------ set-up and end
-
-    @override
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are built on the host: no device need hold all of it."""
-        with super().tensor_init_context(empty_init=empty_init), torch.device("cpu"):
-            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -326,24 +316,3 @@ class PipelineStrategy(SingleDeviceStrategy):
             outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
         logs.replay()
         return join(outputs, sizes)
-
-    # ------------------------------------------------------------------ state
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return on_host(super().lightning_module_state_dict())
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return on_host(super().optimizer_state(optimizer))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)  # torch puts each state where its parameter is
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])

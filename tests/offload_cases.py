@@ -20,10 +20,13 @@ CLASSES = 4
 
 
 class Watched(OffloadStrategy):
-    """Streams even tiny tensors, fills slots with NaN before each copy, and keeps its figures past the end of a run."""
+    """Streams even tiny tensors, fills slots with NaN before each copy, and keeps its figures past the end of a run.
+
+    Updates run the optimizer's own code, as they do in the plain Trainer to which it is compared.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"chunks": "leaves", "resident_below": 0, **options})
+        super().__init__(**{"chunks": "leaves", "resident_below": 0, "kernel": "torch", **options})
         self._options["poison"] = True
         self.copied_bytes = 0
         self.conservative: list[bool] = []

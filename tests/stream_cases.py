@@ -134,15 +134,16 @@ def assert_equals_resident(
     *,
     steps: int = 3,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    tolerance: float = 0.0,
     **options: Any,
 ) -> None:
     """What `step` returns, weights, gradients and buffers of the streamed run equal the plain run's after each step."""
     expected = run(build, step, steps=steps, optimizer=optimizer)
-    assert_same(run(build, step, steps=steps, optimizer=optimizer, streamed=options), expected)
+    assert_same(run(build, step, steps=steps, optimizer=optimizer, streamed=options), expected, tolerance=tolerance)
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Equal structure, dtypes and bits; NaN equals NaN nowhere."""
+def assert_same(found: Any, expected: Any, where: str = "", *, tolerance: float = 0.0) -> None:
+    """Equal structure and dtypes, and equal bits unless a `tolerance` is given; NaN equals NaN nowhere."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor), f"{where}: {found!r} instead of a tensor"
         assert found.dtype == expected.dtype, f"{where}: {found.dtype} instead of {expected.dtype}"
@@ -150,14 +151,15 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         if expected.is_sparse:
             found, expected = found.coalesce().to_dense(), expected.coalesce().to_dense()
         difference = (found.to(torch.complex128) - expected.to(torch.complex128)).abs().max() if expected.numel() else 0
-        assert torch.equal(found, expected), f"{where}: differs by up to {difference}"
+        same = bool(difference <= tolerance) if tolerance else torch.equal(found, expected)
+        assert same, f"{where}: differs by up to {difference}"
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}/{key}")
+            assert_same(found[key], expected[key], f"{where}/{key}", tolerance=tolerance)
     elif isinstance(expected, list | tuple):
         assert len(found) == len(expected), where
         for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}/{index}")
+            assert_same(one, other, f"{where}/{index}", tolerance=tolerance)
     else:
         assert found == expected, f"{where}: {found!r} instead of {expected!r}"

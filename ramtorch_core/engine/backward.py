@@ -16,6 +16,7 @@ from ramtorch_core.memory.weights import Weight, WeightGroup
 
 if TYPE_CHECKING:
     from ramtorch_core.engine.inventory import Inventory
+    from ramtorch_core.engine.updates import Updates
 
 
 def current_task() -> int:
@@ -69,8 +70,8 @@ class BackwardPasses:
 
     inventory: Inventory
 
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: Gradients, updates: Updates) -> None:
+        self.gradients, self.updates = gradients, updates
         self.closed = False
         self.open = 0
         self.visit_over: Callable[[WeightGroup | None], None]
@@ -141,6 +142,7 @@ class BackwardPasses:
             self.inventory.rest.leave()
         self.open = 0
         self._tasks.clear()
+        self.updates.drop()
         self.gradients.drop()
 
     def _finish(self, task: BackwardTask) -> None:
@@ -152,12 +154,15 @@ class BackwardPasses:
             if self.open == 0:
                 self.visit_over(None)
                 self.gradients.finish()
+                self.updates.backward_over()
                 self.finished()
         except BaseException:
             self.failed()
             raise
 
     def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+        if bucket:
+            self.updates.take(group, bucket)
         if bucket:
             self.gradients.receive(group, [bucket.get(weight) for weight in group.weights])
             bucket.clear()

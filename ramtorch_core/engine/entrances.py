@@ -37,10 +37,20 @@ class Scopes(Protocol):
 
 
 class Entrances:
-    """Replaces the forwards of a module tree, until `remove`."""
+    """Replaces the forwards of a module tree, until `remove`.
 
-    def __init__(self, scopes: Scopes, inventory: Inventory, visits: Visits) -> None:
-        self._scopes, self._inventory, self._visits = scopes, inventory, visits
+    Args:
+        unwatched: around visits, in which nobody watches for uses of masters.
+    """
+
+    def __init__(
+        self,
+        scopes: Scopes,
+        inventory: Inventory,
+        visits: Visits,
+        unwatched: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._scopes, self._inventory, self._visits, self._unwatched = scopes, inventory, visits, unwatched
         self._entered = 0  # forwards of the root or its children, one inside another
         chunks = inventory.census.chunks
         self._forwards = [ChunkForward(chunk.module, self._visit, chunk) for chunk in chunks]
@@ -74,7 +84,8 @@ class Entrances:
         with self._scopes.scope():
             if self._entered == 0 and self._scopes.nested and current_task() == -1:
                 self._inventory.rest.follow_toggles()
-            return self._visits.forward(inner, chunk, args, kwargs)
+            with self._unwatched():
+                return self._visits.forward(inner, chunk, args, kwargs)
 
     def _enter(self, inner: Callable[..., Any], _chunk: Chunk | None, args: Any, kwargs: Any) -> Any:
         """Stands in for the forward of the root, or of a child that is called directly."""

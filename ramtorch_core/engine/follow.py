@@ -7,8 +7,10 @@ itinerary is learned. Leaving the plan costs time, never correctness.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,16 +34,32 @@ class OpenVisit:
 _Beginning = tuple[object, Visit, bool]
 
 
+class Masters(Protocol):
+    """Who knows the state of the groups' masters."""
+
+    def refresh(self, group: WeightGroup) -> bool:
+        """Bring a group's arena up to date before a copy; whether the group had been written."""
+
+    def is_pending(self, group: WeightGroup) -> bool:
+        """Whether an update of the group is under way, so that it cannot be copied now."""
+
+    def wait(self, group: WeightGroup) -> None:
+        """Wait until it can."""
+
+
 class Follower:
     """The visits of one window.
 
     Args:
         groups: by index, as visits name them.
-        refresh: brings a group's arena up to date before a copy; True if the group had been written.
+
+    Attributes:
+        forwards: how many forward visits each chunk has had in the step under way, recomputation not counted.
     """
 
-    def __init__(self, window: Window, groups: Sequence[WeightGroup], refresh: Callable[[WeightGroup], bool]) -> None:
-        self.window, self.groups, self._refresh = window, groups, refresh
+    def __init__(self, window: Window, groups: Sequence[WeightGroup], masters: Masters) -> None:
+        self.window, self.groups, self._masters = window, groups, masters
+        self.forwards: Counter[int] = Counter()
         self.visits: list[Visit] = []  # of the step under way
         self.transfers: list[Transfer] = []  # issued by plan, and on demand
         self.last: tuple[Itinerary, tuple[Transfer, ...]] = ((), ())
@@ -67,7 +85,10 @@ class Follower:
             WindowError: every slot is in use by visits that run inside one another.
         """
         self.close_backward()
+        self._masters.wait(group)
         visit, position = Visit(direction, group.index), len(self.visits)
+        if direction is Direction.FORWARD and torch._C._current_graph_task_id() == -1:
+            self.forwards[group.index] += 1
         if position == 0:
             self._beginning = (self._previous, visit, torch.is_grad_enabled())
             likely = self._learned.get(self._beginning) or self._learned.get((None, *self._beginning[1:]))
@@ -139,6 +160,7 @@ class Follower:
 
     def _clear(self) -> None:
         self.visits, self.transfers, self._ended, self._plan = [], [], [], None
+        self.forwards.clear()
         self._step = object()
         self.window.forget()
 
@@ -174,15 +196,16 @@ class Follower:
         while self._plan is not None and self._issued < len(self._plan.transfers):
             transfer = self._plan.transfers[self._issued]
             may_start = transfer.after < 0 or (transfer.after < len(self._ended) and self._ended[transfer.after])
-            if not may_start or self.window.slots[transfer.slot].in_use:
+            group = self.groups[transfer.chunk]
+            if not may_start or self.window.slots[transfer.slot].in_use or self._masters.is_pending(group):
                 return
             self._issued += 1
-            self._freshen(self.groups[transfer.chunk])
+            self._freshen(group)
             self._load(transfer)
 
     def _freshen(self, group: WeightGroup) -> None:
         """What a slot holds of a group that was written since is out of date."""
-        if self._refresh(group):
+        if self._masters.refresh(group):
             self.window.forget(group)
 
     def _load(self, transfer: Transfer) -> None:

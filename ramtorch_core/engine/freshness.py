@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ramtorch_core.engine.updates import Updates
 from ramtorch_core.memory.weights import WeightGroup
 
 
@@ -13,12 +14,21 @@ class Freshness:
     not count versions; or, if `conservative` or after `invalidate`, everything is taken as written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, updates: Updates) -> None:
         self.conservative = True
+        self._updates = updates
         self.suspect = False
         self._epoch = 0
         self._forced = 0  # a group last seen before this epoch is taken as written
         self._seen: dict[WeightGroup, int] = {}
+
+    def is_pending(self, group: WeightGroup) -> bool:
+        """Whether an update of the group is under way."""
+        return self._updates.is_pending(group)
+
+    def wait(self, group: WeightGroup) -> None:
+        """Wait for the group's update, if there is one."""
+        self._updates.wait(group)
 
     def refresh(self, group: WeightGroup) -> bool:
         """Bring the group's arena up to date; whether anything in it had been written."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ramtorch_core.engine.census import Census, Chunk, ChunkRow, chunk_rows, take_census
 from ramtorch_core.engine.dtypes import StreamDtypes
-from ramtorch_core.engine.follow import Follower
+from ramtorch_core.engine.follow import Follower, Masters
 from ramtorch_core.engine.lend import Collector, Loan, Placement
 from ramtorch_core.engine.rest import Rest
 from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.host import available_bytes
+from ramtorch_core.memory.staging import STAGING_BUFFERS
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Slot, Window
 
@@ -33,7 +34,7 @@ class Inventory:
         slots: how many slots the window has at the most.
         poison: fill slots with NaN before each copy.
         collector: takes the gradients that backward leaves on the device.
-        refresh: brings a group up to date before it is copied; True if it had been written.
+        masters: knows whether groups have been written, or are being updated.
 
     Attributes:
         stray: parameters that were seen in use outside of their chunk's forward.
@@ -56,12 +57,12 @@ class Inventory:
         slots: int,
         poison: bool,
         collector: Collector,
-        refresh: Callable[[WeightGroup], bool],
+        masters: Masters,
     ) -> None:
         self.root, self.device, self.dtypes = root, device, dtypes
         self._named, self._resident, self._resident_below = list(named), resident, resident_below
         self._slots, self._poison = slots, poison
-        self._collector, self._refresh = collector, refresh
+        self._collector, self._masters = collector, masters
         self.stray: set[nn.Parameter] = set()
         self.divide()
 
@@ -104,18 +105,19 @@ class Inventory:
             if self.built:
                 self.device.synchronize()
             self.window = Window(self.device, min(self._slots, len(self.groups)), largest, poison=self._poison)
-            self.follower = Follower(self.window, self.groups, self._refresh)
+            self.follower = Follower(self.window, self.groups, self._masters)
             self._storages = {slot.buffer.untyped_storage()._cdata: slot for slot in self.window.slots}
         self.window.forget()
         self.built = True
         return rebuilt
 
-    def check_host_memory(self, limit: int | None, *, training: bool) -> None:
-        """Refuse before anything is allocated.
+    def check_host_memory(self, limit: int | None, *, training: bool, overlapped: bool) -> None:
+        """Refuse before it is allocated what the host cannot hold.
 
         Args:
             limit: bytes that may be used; by default what the system reports as available.
             training: count gradients.
+            overlapped: count those on their way to the updates only.
 
         Raises:
             HostMemoryError: shadows and gradients need more than `limit`.
@@ -123,10 +125,15 @@ class Inventory:
         available = available_bytes() if limit is None else limit
         if available is None or self.device.fake:
             return
-        needed = 0
-        for weight in (weight for group in self.groups for weight in group.weights):
-            needed += 2 * weight.parameter.numel() if self.dtypes.may_be_half(weight) else 0
-            needed += weight.parameter.nbytes if training and weight.parameter.requires_grad else 0
+        shadows, gradients = 0, [0]
+        for group in self.groups:
+            shadows += sum(2 * w.parameter.numel() for w in group.weights if self.dtypes.may_be_half(w))
+            gradients.append(sum(w.parameter.nbytes for w in group.weights if training and w.parameter.requires_grad))
+        needed = sum(gradients)
+        if overlapped:
+            needed = min(needed, STAGING_BUFFERS * max(gradients))
+        if limit is not None or not self.built:
+            needed += shadows
         if needed > available:
             raise HostMemoryError(
                 f"streaming needs {needed / 1e9:.1f} GB of host memory besides the model's own weights, "

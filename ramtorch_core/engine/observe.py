@@ -58,7 +58,7 @@ CASTING_FUNCTIONS = frozenset(
 )
 """Operations that autocast runs in lower precision on every device, casting each float32 argument on its own."""
 
-_HARMLESS = frozenset(
+_HARMLESS_METHODS = frozenset(
     {
         Tensor.size,
         Tensor.dim,
@@ -86,6 +86,10 @@ _HARMLESS_PROPERTIES = frozenset(
     )
     if hasattr(Tensor, name)
 )
+
+
+HARMLESS = _HARMLESS_METHODS | _HARMLESS_PROPERTIES
+"""What may be asked of a tensor without looking at its values."""
 
 
 class Use:
@@ -136,7 +140,7 @@ class Observer(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS or func in _HARMLESS_PROPERTIES:
+        if func in HARMLESS:
             return func(*args, **kwargs)
         if self._lent or self.device.type != "cpu":
             uses_device = self.device.type != "cpu" and _any_on(self.device.type, (args, kwargs))

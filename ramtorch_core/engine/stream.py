@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ramtorch_core.engine.backward import BackwardPasses, current_task
 from ramtorch_core.engine.census import Census, ChunkRow
@@ -24,6 +23,8 @@ from ramtorch_core.engine.inventory import Inventory
 from ramtorch_core.engine.learning import Learning, explain
 from ramtorch_core.engine.modules import move_buffers
 from ramtorch_core.engine.observe import Observer, is_compiled
+from ramtorch_core.engine.optimizer_hook import tell_of_steps
+from ramtorch_core.engine.updates import Updates
 from ramtorch_core.engine.visits import Activations, Visits
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
@@ -44,11 +45,14 @@ class Streamer:
         dtypes: in which dtype weights cross.
         resident_below: bytes; smaller tensors keep a copy on the device.
         training: whether gradients will be needed (counted when host memory is checked).
+        overlapped: whether `updates` will take them, instead of publishing all (counted likewise).
         host_memory: bytes of host memory that may be used; by default what the system reports as available.
+        kernel: of overlapped updates: the compiled one where it applies, or the optimizers' own code.
         poison: fill slots with NaN before each copy; for tests.
 
     Attributes:
         gradients: what backward has left and not yet published.
+        updates: steps optimizers while backward goes on.
         closed: the tree is plain again.
     """
 
@@ -64,15 +68,18 @@ class Streamer:
         dtypes: StreamDtypes | None = None,
         resident_below: int = 1 << 20,
         training: bool = True,
+        overlapped: bool = False,
         host_memory: int | None = None,
+        kernel: Literal["auto", "torch"] = "auto",
         poison: bool = False,
     ) -> None:
         self.root, self.device = root, device
         self.dtypes = dtypes or StreamDtypes()
         self.closed = False
         self.gradients = Gradients(device)
-        self._freshness = Freshness()
-        self._backwards = BackwardPasses(self.gradients)
+        self.updates = Updates(device, self.gradients, kernel)
+        self._freshness = Freshness(self.updates)
+        self._backwards = BackwardPasses(self.gradients, self.updates)
         self._inventory = Inventory(
             root,
             chunks,
@@ -83,18 +90,20 @@ class Streamer:
             slots=window,
             poison=poison,
             collector=self._backwards,
-            refresh=self._freshness.refresh,
+            masters=self._freshness,
         )
-        self._inventory.check_host_memory(host_memory, training=training)
+        self._host_memory, self._training = host_memory, training
+        self.check_host_memory(overlapped=overlapped)
         self._visits = Visits(self._inventory, self._backwards, activations)
-        self._backwards.inventory = self._inventory
+        self._backwards.inventory = self.updates.inventory = self._inventory
         self._backwards.visit_over = self._visits.close_backward
         self._backwards.finished, self._backwards.failed = self._finish_backward, self.abandon
         self._depth, self._lending = 0, False  # scopes, one inside another
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
-        self._entrances = Entrances(self, self._inventory, self._visits)
-        self._step_hook = register_optimizer_step_post_hook(_tell_of_steps(weakref.ref(self)))
+        self._entrances = Entrances(self, self._inventory, self._visits, self.updates.unwatched)
+        self._step_hook = tell_of_steps(weakref.ref(self))
         weakref.finalize(self, self._step_hook.remove)
+        weakref.finalize(self, self.updates.updater.close)
         try:
             self._inventory.place_residents(device.torch)
             move_buffers(root, device.torch)
@@ -149,6 +158,14 @@ class Streamer:
         """Names of streamed chunks whose forward has not been called."""
         return self._inventory.never_visited()
 
+    def check_host_memory(self, *, overlapped: bool) -> None:
+        """Refuse what the host cannot hold.
+
+        Raises:
+            HostMemoryError: shadows (unless they exist already) and gradients need more than there is.
+        """
+        self._inventory.check_host_memory(self._host_memory, training=self._training, overlapped=overlapped)
+
     def prepare(self) -> None:
         """Allocate arenas and slots now, for the autocast state of the caller, instead of at the first visit.
 
@@ -176,7 +193,8 @@ class Streamer:
         self._depth += 1
         failed = True
         try:
-            yield
+            with self.updates.watch(compiled=is_compiled(self.root)) if outermost else contextlib.nullcontext():
+                yield
             failed = False
         except RuntimeError as error:
             explain(error, self.never_visited())
@@ -270,6 +288,7 @@ class Streamer:
             self.follower.abandon_step()
 
     def _build(self, compute_dtype: torch.dtype | None) -> None:
+        self.updates.forget()
         self.dtypes.compute = compute_dtype
         for group in self._inventory.build():
             self._freshness.built(group)
@@ -283,7 +302,7 @@ class Streamer:
         """
         if self._inventory.built and not self.closed and not self.conservative:
             for group in self.groups:
-                if group.refresh():
+                if not self.updates.is_pending(group) and group.refresh():
                     self.window.forget(group)
             self.follower.prefetch()
 
@@ -295,8 +314,11 @@ class Streamer:
         """An optimizer has stepped: its parameters were written, though fused kernels do not count versions."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._inventory.weights:
+                if parameter in self._inventory.weights and not self.updates.took(parameter):
                     self._inventory.weights[parameter].touch()
+        self.updates.release()
+        if not self.updates.run_on:
+            self.updates.wait()
         if self._depth:
             with torch._C.DisableTorchFunction():
                 self._inventory.rest.refresh()
@@ -319,6 +341,7 @@ class Streamer:
 
     def _start_over(self) -> None:
         """The tree holds other parameters than before, or they are used in another way: divide it anew."""
+        self.updates.forget()
         self._inventory.release()
         for group in self._inventory.everything:
             self.gradients.forget(group)
@@ -331,7 +354,10 @@ class Streamer:
         """Detach: wait for the device, bring everything back to the host, and leave a plain module. Idempotent."""
         if self.closed:
             return
+        with contextlib.suppress(BaseException):
+            self.updates.wait()
         self.abandon()
+        self.updates.close()
         self.closed = self._backwards.closed = True
         self._step_hook.remove()
         self._entrances.remove()
@@ -339,12 +365,3 @@ class Streamer:
         self.gradients.release()
         self._inventory.place_residents(torch.device("cpu"))
         move_buffers(self.root, torch.device("cpu"))
-
-
-def _tell_of_steps(reference: weakref.ref[Streamer]) -> Callable[..., None]:
-    def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        streamer = reference()
-        if streamer is not None and not streamer.closed:
-            streamer.note_step(optimizer)
-
-    return after

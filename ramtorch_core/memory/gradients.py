@@ -11,13 +11,14 @@ Half-precision masters accumulate in float32 next to their `.grad`, which is rou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ramtorch_core.memory.device import Device, Event, Stream
+from ramtorch_core.memory.gradient_books import Book, Gradient
 from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
@@ -27,19 +28,6 @@ MAXIMUM_IN_FLIGHT = 2
 """Groups whose gradients may wait on the device for their copy; compute waits, on the device, before a third."""
 
 
-@dataclass(eq=False, slots=True)
-class _Gradient:
-    """One weight's gradient on the host; `pending` from its first copy until it is published."""
-
-    host: Tensor
-    arena: Arena
-    offset: int
-    pending: bool = True
-    withdrawn: bool = False  # it is no longer `.grad` until the sum has arrived
-    wide: Tensor | None = None
-    version: int = 0
-
-
 @dataclass(slots=True)
 class _Run:
     """Neighbouring weights whose gradients move in one copy."""
@@ -47,55 +35,6 @@ class _Run:
     weights: list[Weight]
     grads: list[Tensor]
     add: bool
-
-
-class _Book:
-    """The gradients of one group: a tight layout, one arena, and who uses which region."""
-
-    def __init__(self, group: WeightGroup, device: Device) -> None:
-        self.group, self.device = group, device
-        self.offsets: dict[Weight, int] = {}
-        self.nbytes = 0
-        self.arena: Arena | None = None
-        self.wide_arena: Arena | None = None
-        self.gradients: dict[Weight, _Gradient] = {}
-
-    def admit(self, weights: Iterable[Weight]) -> None:
-        """Lay out these weights and those that were admitted before; frozen ones never are, so they take no memory.
-
-        Gradients in a former layout stay where they are.
-        """
-        if self.offsets.keys() >= (admitted := {*self.offsets, *weights}):
-            return
-        self.offsets, self.nbytes, self.arena, self.wide_arena = {}, 0, None, None
-        for weight in sorted(self.group.weights, key=lambda weight: -weight.parameter.dtype.itemsize):
-            if weight in admitted:
-                self.offsets[weight] = self.nbytes
-                self.nbytes += weight.parameter.nbytes
-
-    def forget_withdrawn(self) -> None:
-        """Reuse the regions whose `.grad` the user set to None, unless somebody still holds one."""
-        kept = {w: g for w, g in self.gradients.items() if g.pending or w.parameter.grad is g.host}
-        self.gradients = kept
-        ours = sum(gradient.arena is self.arena for gradient in kept.values())
-        if self.arena is not None and self.arena.tensors_alive() > ours:
-            self.arena = None
-
-    def fresh(self, weight: Weight) -> _Gradient:
-        if self.arena is None or weight in self.gradients:
-            self.arena = Arena(self.nbytes, self.device)
-        offset = self.offsets[weight]
-        host = self.arena.tensor(offset, weight.parameter.dtype, weight.size, weight.stride)
-        gradient = self.gradients[weight] = _Gradient(host, self.arena, offset)
-        return gradient
-
-    def widen(self, weight: Weight) -> Tensor:
-        """The float32 accumulator of a half-precision weight."""
-        if self.wide_arena is None:
-            count = sum(w.parameter.numel() for w in self.offsets)
-            self.wide_arena = Arena(4 * count, self.device)
-        position = sum(w.parameter.numel() for w in self.offsets if self.offsets[w] < self.offsets[weight])
-        return self.wide_arena.tensor(4 * position, torch.float32, weight.size, weight.stride)
 
 
 class Gradients:
@@ -112,19 +51,21 @@ class Gradients:
         self.device, self.hold = device, False
         self.stream = device.stream()
         self.copied_bytes = 0
-        self._books: dict[WeightGroup, _Book] = {}
+        self._books: dict[WeightGroup, Book] = {}
         self._moving: deque[tuple[Event, Stream | None, list[Tensor]]] = deque()
         self._bounce: Tensor | None = None
 
-    def receive(self, group: WeightGroup, grads: Sequence[Tensor | None]) -> None:
+    def receive(self, group: WeightGroup, grads: Sequence[Tensor | None]) -> Event:
         """Start moving `grads`, on the device and produced on the current stream, to the host. Does not wait.
 
         Args:
             grads: one per weight of `group`, None where there is none.
+
+        Returns an event after the copies.
         """
         book = self._books.get(group)
         if book is None:
-            book = self._books[group] = _Book(group, self.device)
+            book = self._books[group] = Book(group, self.device)
         pairs = zip(group.weights, grads, strict=True)
         book.admit(weight for weight, grad in pairs if grad is not None or weight.parameter.requires_grad)
         book.forget_withdrawn()
@@ -137,11 +78,41 @@ class Gradients:
                 for run, flat in zip(runs, flats, strict=True):
                     self._move(book, run, flat)
                 moved = self.device.record(self.stream)
-        if self.device.asynchronous:
-            self._moving.append((moved, self.device.current_stream(), flats))
-            while len(self._moving) > MAXIMUM_IN_FLIGHT:
-                event, stream, _kept_alive = self._moving.popleft()
-                self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
+        self._keep(moved, flats)
+        return moved
+
+    def stage(self, grads: Mapping[Weight, Tensor], buffer: Arena) -> Event:
+        """Start moving `grads` to a staging buffer, in its group's layout, instead of publishing them. Does not wait.
+
+        Returns an event after the copies.
+        """
+        with torch.no_grad(), torch.inference_mode(False):
+            flats = [_flatten(_Run([weight], [grad], False)) for weight, grad in grads.items()]
+            produced = self.device.record()
+            with self.device.on(self.stream):
+                self.device.wait(produced, self.stream)
+                for weight, flat in zip(grads, flats, strict=True):
+                    staged = flat_in(buffer, weight)
+                    staged.copy_(flat, non_blocking=True)
+                    self.copied_bytes += staged.nbytes
+                moved = self.device.record(self.stream)
+        self._keep(moved, flats)
+        return moved
+
+    def is_published(self, group: WeightGroup, weight: Weight) -> bool:
+        """Whether `.grad` of the master is a gradient from here, to which the next one will be added on the device."""
+        book = self._books.get(group)
+        gradient = book.gradients.get(weight) if book is not None else None
+        return gradient is not None and not gradient.pending and weight.parameter.grad is gradient.host
+
+    def withdraw(self, group: WeightGroup, weights: Iterable[Weight]) -> dict[Weight, Tensor]:
+        """Take gradients that were received back, instead of publishing them.
+
+        Returns flat host tensors in the masters' memory order, valid once the copies have been made.
+        """
+        book = self._books[group]
+        hosts = {weight: book.gradients.pop(weight).host for weight in weights}
+        return {weight: torch.as_strided(host, (host.numel(),), (1,)) for weight, host in hosts.items()}
 
     def finish(self) -> None:
         """Wait until every gradient has arrived; publish them unless `hold`."""
@@ -191,7 +162,15 @@ class Gradients:
         arenas |= {gradient.arena for book in books for gradient in book.gradients.values()}
         return sum(arena.nbytes for arena in arenas)
 
-    def _publish(self, book: _Book, weight: Weight, gradient: _Gradient, scale: float) -> None:
+    def _keep(self, moved: Event, flats: list[Tensor]) -> None:
+        """Keep gradients alive while their copies are under way; let compute wait before there are too many."""
+        if self.device.asynchronous:
+            self._moving.append((moved, self.device.current_stream(), flats))
+            while len(self._moving) > MAXIMUM_IN_FLIGHT:
+                event, stream, _kept_alive = self._moving.popleft()
+                self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
+
+    def _publish(self, book: Book, weight: Weight, gradient: Gradient, scale: float) -> None:
         host, master = gradient.host, weight.parameter
         wide = gradient.wide = gradient.wide if gradient.version == host._version else None
         total = host if wide is None else wide
@@ -210,7 +189,7 @@ class Gradients:
             del book.gradients[weight]
         gradient.pending, gradient.version = False, host._version
 
-    def _runs(self, book: _Book, grads: dict[Weight, Tensor | None]) -> Iterator[_Run]:
+    def _runs(self, book: Book, grads: dict[Weight, Tensor | None]) -> Iterator[_Run]:
         """Neighbours in the layout that are small, and move in the same way, move together."""
         run: _Run | None = None
         end = -1
@@ -249,7 +228,7 @@ class Gradients:
         if run is not None:
             yield run
 
-    def _move(self, book: _Book, run: _Run, flat: Tensor) -> None:
+    def _move(self, book: Book, run: _Run, flat: Tensor) -> None:
         """Copy or add one run to its region, on the current (copy) stream."""
         first = book.gradients[run.weights[0]]
         dtype = run.weights[0].parameter.dtype
@@ -272,7 +251,7 @@ class Gradients:
                     bounce.copy_(piece)
                 host.copy_(bounce, non_blocking=True)
 
-    def _add_wide(self, book: _Book, weight: Weight, gradient: _Gradient, flat: Tensor, region: Tensor) -> None:
+    def _add_wide(self, book: Book, weight: Weight, gradient: Gradient, flat: Tensor, region: Tensor) -> None:
         known = gradient.wide is not None and gradient.version == gradient.host._version
         if gradient.wide is None:
             gradient.wide = book.widen(weight)
@@ -297,6 +276,11 @@ class Gradients:
         count = bounce.numel()
         for host, piece in zip(region.split(count), flat.split(count), strict=True):
             yield host, piece, bounce[: piece.numel()]
+
+
+def flat_in(buffer: Arena, weight: Weight) -> Tensor:
+    """This weight's place, as a vector, in a host buffer with its group's layout."""
+    return buffer.flat[weight.offset : weight.offset + weight.nbytes].view(weight.dtype)
 
 
 def _is_half(dtype: torch.dtype) -> bool:

@@ -108,7 +108,9 @@ def test_weights_written_between_steps_are_used_in_the_next_one(mode, write, res
         write(model, index)
         return [loss, evaluated]
 
-    assert_equals_resident(stack, step, steps=2, resident_below=resident_below, **mode)
+    # A slot keeps its own layout, and some processors' matrix products round differently for another one.
+    tolerance = 1e-5 if write is repoint_to_other_strides else 0.0
+    assert_equals_resident(stack, step, steps=2, resident_below=resident_below, tolerance=tolerance, **mode)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=[write.__name__ for write in WRITES])

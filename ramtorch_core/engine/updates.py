@@ -1,0 +1,323 @@
+"""Overlapped updates: gradients of streamed weights go to the updater instead of `.grad`, while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from ramtorch_core.engine.observe import HARMLESS
+from ramtorch_core.errors import ConfigurationError, RamtorchError
+from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.gradients import Gradients, flat_in
+from ramtorch_core.memory.staging import STAGING_BUFFERS, Staging
+from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.optim.compiled import adam_kernel
+from ramtorch_core.optim.norms import Norms
+from ramtorch_core.optim.steps import Recipe, WeightUpdate, why_whole
+from ramtorch_core.optim.updater import GroupUpdate, Updater
+
+if TYPE_CHECKING:
+    from ramtorch_core.engine.inventory import Inventory
+
+WATCHED_STEPS = 2
+
+
+class Updates:
+    """Steps streamed weights on the host while backward goes on.
+
+    Args:
+        gradients: what it does not take goes there.
+        kernel: "auto" uses the compiled kernel where it applies, "torch" the optimizers' own code.
+
+    Attributes:
+        inventory: whose groups are updated; set before the first use.
+        updater: the updating thread, and what it has done.
+        run_on: let updates run on into the next forward when the optimizer has stepped. Only if no code outside of
+            scopes reads weights before `wait` was called.
+    """
+
+    inventory: Inventory
+
+    def __init__(self, device: Device, gradients: Gradients, kernel: Literal["auto", "torch"] = "auto") -> None:
+        self._device, self._gradients, self._kernel = device, gradients, kernel
+        self.run_on = False
+        self.updater = Updater(max(1, processors() - 1))
+        self._norms = Norms()
+        self._staging: Staging | None = None
+        self._recipes: dict[nn.Parameter, Recipe] | None = None
+        self._held = False
+        self._handed: dict[WeightGroup, set[nn.Parameter]] = {}
+        self._outside: set[nn.Parameter] = set()
+        self._steps = 0  # that overlapped
+        self._watcher: _Watcher | None = None
+
+    def describe(self) -> str:
+        """Who computes updates, for the log."""
+        if self._kernel == "auto" and adam_kernel() is not None:
+            return f"a compiled kernel for Adam and AdamW ({self.updater.threads} threads), or the optimizer's own code"
+        return "the optimizer's own code"
+
+    # ------------------------------------------------------------------ around a backward
+
+    @contextlib.contextmanager
+    def overlap(self, *optimizers: Optimizer, hold: bool = False) -> Iterator[None]:
+        """The one backward inside is followed by a step of these optimizers: begin that step while it runs.
+
+        Afterwards `.grad` of the weights that were taken is None, and `optimizer.step()`, which is called as always,
+        leaves them alone. It steps the others, whose gradients are published.
+
+        Args:
+            hold: update nothing before `release`, because the gradients will be scaled.
+
+        Raises:
+            ConfigurationError: an optimizer that has to step all its parameters at once.
+        """
+        self.begin(*optimizers, hold=hold)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, *optimizers: Optimizer, hold: bool = False) -> None:
+        """Enter `overlap`."""
+        for optimizer in optimizers:
+            reason = why_whole(optimizer)
+            if reason is not None:
+                raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
+        self.wait()
+        self._handed.clear()
+        self._held = hold
+        self._norms.clear()
+        self._recipes = {p: recipe for recipe in map(Recipe, optimizers) for p in recipe.options}
+        self.updater.begin(adam_kernel() if self._kernel == "auto" else None)
+
+    def end(self) -> None:
+        """Leave `overlap`. Idempotent."""
+        if self._recipes is not None:
+            self._recipes = None
+            self._steps += 1
+
+    def take(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+        """Backward has left the gradients of a visit: remove from `bucket` those that are taken.
+
+        Raises:
+            RamtorchError: the group was updated in this step already.
+        """
+        recipes = self._recipes
+        if recipes is None or group.index < 0:
+            return
+        if group in self._handed:
+            raise RamtorchError(
+                f"chunk '{group.name}' got gradients again after its update had begun: there was more than one "
+                f"backward in this step. Pass gradients='published', and the optimizer steps when all of them are over."
+            )
+        if self.inventory.follower.forwards[group.index] != 1:
+            return
+        added = any(self._gradients.is_published(group, weight) for weight in bucket)
+        chosen = {weight: grad for weight, grad in bucket.items() if self._may_take(group, weight, added)}
+        if not chosen:
+            return
+        self._handed[group] = {weight.parameter for weight in chosen}
+        for weight in chosen:
+            del bucket[weight]
+        if added:
+            self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
+            arrived = self._device.record(self._gradients.stream)
+            grads, finished = self._gradients.withdraw(group, chosen), _nothing
+        else:
+            staging = self._prepare_staging()
+            buffer = staging.take()
+            arrived = self._gradients.stage(chosen, buffer)
+            grads, finished = {weight: flat_in(buffer, weight) for weight in chosen}, lambda: staging.give(buffer)
+        if self._held:
+            self._norms.add(chosen)
+        updates = [WeightUpdate(weight, grad, recipes[weight.parameter]) for weight, grad in grads.items()]
+        self.updater.submit(GroupUpdate(group, updates, arrived, finished, held=self._held))
+
+    def backward_over(self) -> None:
+        """The backward is over: the next forward needs the lowest chunk first.
+
+        Raises:
+            RamtorchError: a gradient came from outside of its chunk when the update had begun.
+        """
+        if self._recipes is None:
+            return
+        self.updater.backward_over()
+        for group, parameters in self._handed.items():
+            for weight in group.weights:
+                if weight.parameter in parameters and weight.parameter.grad is not None:
+                    raise RamtorchError(
+                        f"parameter '{weight.name}' got a gradient from outside of its chunk's forward (a penalty on "
+                        f"the weights?) after its update had begun: pass gradients='published'"
+                    )
+
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip the norm of all gradients of the step, published or taken, and let held updates begin.
+
+        Returns the norm before. As `torch.nn.utils.clip_grad_norm_`, to 1e-6.
+        """
+        total, scale = self._norms.clip(parameters, max_norm)
+        self.release(scale)
+        return total
+
+    def release(self, scale: float = 1.0) -> None:
+        """Let the updates that `hold` held begin, with gradients times `scale`."""
+        if self._held:
+            self._held = False
+            self.updater.release(scale)
+
+    # ------------------------------------------------------------------ who waits
+
+    def wait(self, group: WeightGroup | None = None) -> None:
+        """Wait until the group, or everything, is updated.
+
+        Raises:
+            RamtorchError: the group is needed again in the step whose gradients it was updated with.
+        """
+        if self._recipes is not None and group is not None and group in self._handed:
+            raise RamtorchError(
+                f"chunk '{group.name}' is used again after its update had begun, in one step: pass "
+                f"gradients='published', and the optimizer steps when backward is over"
+            )
+        self.updater.wait(group)
+
+    def is_pending(self, group: WeightGroup) -> bool:
+        """Whether the group's update is not finished."""
+        return self.updater.is_pending(group)
+
+    def took(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's update in the last step was made here."""
+        return any(parameter in parameters for parameters in self._handed.values())
+
+    def watch(self, *, compiled: bool) -> AbstractContextManager[Any]:
+        """Around user code between visits: whoever uses a master whose update is pending waits for it.
+
+        In the first steps, also note masters that take part in the loss outside of their chunks: they get gradients
+        from there, so they are left to the optimizer. Compiled code cannot be watched, and code without gradients may
+        take fast paths that a watcher would close: there everything is waited for.
+        """
+        if not torch.is_grad_enabled() or compiled:
+            self.wait()
+        elif self._steps < WATCHED_STEPS or any(map(self.is_pending, self.inventory.groups)):
+            self._watcher = _Watcher(self, self.inventory.groups)
+            return self._watcher
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside a visit."""
+        watcher = self._watcher
+        if watcher is None or watcher.paused:
+            yield
+            return
+        watcher.paused = True
+        on_top = _get_current_function_mode() is watcher
+        try:
+            with _pop_mode_temporarily() if on_top else contextlib.nullcontext():
+                yield
+        finally:
+            watcher.paused = False
+
+    def watch_over(self) -> None:
+        """The user code that was watched has ended."""
+        self._watcher = None
+
+    def use_outside(self, group: WeightGroup, weight: Weight) -> None:
+        """User code took a master outside of its chunk's forward."""
+        if self.is_pending(group):
+            self.wait(group)
+        if torch.is_grad_enabled() and weight.parameter.requires_grad:
+            self._outside.add(weight.parameter)
+
+    # ------------------------------------------------------------------ failures and the end
+
+    def drop(self) -> None:
+        """The step failed: forget the updates that have not begun."""
+        self.end()
+        self.updater.drop()
+        self._handed.clear()
+
+    def forget(self) -> None:
+        """The groups will be others: finish what is under way."""
+        self.wait()
+        self._handed.clear()
+        self._staging = None
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread. Idempotent."""
+        self.updater.close()
+        self._staging = None
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory that gradients on their way occupy."""
+        return 0 if self._staging is None else self._staging.host_bytes()
+
+    def _may_take(self, group: WeightGroup, weight: Weight, added: bool) -> bool:
+        parameter = weight.parameter
+        assert self._recipes is not None
+        if parameter not in self._recipes or parameter in self._outside:
+            return False
+        if not added:
+            return parameter.grad is None
+        if self._held or parameter.dtype.itemsize < 4:
+            return False  # the norm of the sum is known on the host only; in half precision the sum is kept apart
+        return parameter.grad is None or self._gradients.is_published(group, weight)
+
+    def _prepare_staging(self) -> Staging:
+        groups = self.inventory.groups
+        nbytes = max((group.nbytes for group in groups), default=0)
+        count = None if self._held else min(STAGING_BUFFERS, len(groups))
+        if self._staging is None or self._staging.nbytes != nbytes:
+            self._staging = Staging(self._device, nbytes, count)
+        self._staging.count = count
+        return self._staging
+
+
+class _Watcher(TorchFunctionMode):
+    """Sees every operation on a master in user code between the visits of chunks."""
+
+    def __init__(self, updates: Updates, groups: Sequence[WeightGroup]) -> None:
+        super().__init__()
+        self._updates = updates
+        self.paused = False
+        self._owner = {id(weight.parameter): (group, weight) for group in groups for weight in group.weights}
+
+    def __exit__(self, *error: Any) -> None:
+        self._updates.watch_over()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.paused and func not in HARMLESS:
+            self._look(args)
+            self._look(kwargs.values())
+        return func(*args, **kwargs)
+
+    def _look(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                owner = self._owner.get(id(value))
+                if owner is not None:
+                    self._updates.use_outside(*owner)
+            elif isinstance(value, (list, tuple)):
+                self._look(value)
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _nothing() -> None:
+    pass

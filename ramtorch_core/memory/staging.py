@@ -1,0 +1,55 @@
+"""Staging: page-locked host buffers through which gradients reach the updates that consume them.
+
+A buffer holds one group's gradients, in the group's own layout and in the dtypes in which backward produced them. Their
+number bounds the host memory that gradients take; a backward that is ahead of the updates waits for one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.host import Arena
+
+STAGING_BUFFERS = 4
+"""How many groups' gradients may wait on the host for their updates. At the end of a backward that is faster than the
+updates they are all full, and the next forward meets no group that is older; more would only take memory."""
+
+
+class Staging:
+    """Buffers of one size, allocated when they are first needed.
+
+    Args:
+        nbytes: of one buffer.
+        count: how many there may be; None for as many as are asked for.
+    """
+
+    def __init__(self, device: Device, nbytes: int, count: int | None) -> None:
+        self.device, self.nbytes, self.count = device, nbytes, count
+        self.allocated = 0
+        self._free: list[Arena] = []
+        self._changed = threading.Condition()
+
+    def take(self) -> Arena:
+        """A free buffer; waits for one if all are in use.
+
+        Raises:
+            HostMemoryError: the system refuses the memory.
+        """
+        with self._changed:
+            if not self._free and (self.count is None or self.allocated < self.count):
+                buffer = Arena(self.nbytes, self.device)
+                self.allocated += 1
+                return buffer
+            self._changed.wait_for(lambda: self._free)
+            return self._free.pop()
+
+    def give(self, buffer: Arena) -> None:
+        """Return a buffer that nobody reads any more."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory allocated so far."""
+        return self.allocated * self.nbytes

@@ -1,0 +1,197 @@
+"""The compiled kernel: Adam and AdamW in one pass over memory (`adam.c`), built on first use by the system's compiler.
+
+It reads gradients in half precision or float32, updates float32 state and masters, and writes half-precision shadows.
+Its results are those of torch's own fused kernels (`AdamW(fused=True)`), bit for bit; that is tried on a small tensor
+each time it is loaded, and a kernel that is off by more than `TOLERATED_ULP` is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+TOLERATED_ULP = 4
+_SOURCE = Path(__file__).with_name("adam.c")
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2}
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of adam.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "shadow")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("grad_dtype", "shadow_dtype")),
+        *((name, ctypes.c_float) for name in ("grad_scale", "decay", "l2", "beta2", "lerp_weight")),
+        *((name, ctypes.c_float) for name in ("exp_avg_sq_weight", "negative_step_size")),
+        *((name, ctypes.c_float) for name in ("bias_correction2_sqrt", "eps")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWeight:
+    """What the kernel needs of one weight: dense host tensors of one size and memory order.
+
+    Attributes:
+        master, exp_avg, exp_avg_sq: float32; written.
+        grad: float32 or bfloat16; read.
+        shadow: bfloat16, written; None if the master is its own shadow.
+        step: of this update, counted from 1.
+        decoupled: weight decay as in AdamW, instead of as in Adam.
+        grad_scale: the gradient is multiplied with it.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    shadow: Tensor | None
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    grad_scale: float = 1.0
+
+
+def takes(grad: torch.dtype, shadow: torch.dtype | None) -> bool:
+    """Whether the kernel reads such gradients and writes such shadows."""
+    return grad in _DTYPES and shadow in (None, torch.bfloat16)
+
+
+class AdamKernel:
+    """The loaded library.
+
+    Args:
+        library: defines `ramtorch_adam`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._update = library.ramtorch_adam
+        self._update.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+        self._update.restype = None
+
+    def __call__(self, weights: Sequence[AdamWeight], threads: int) -> None:
+        """Update all weights with up to `threads` threads. The interpreter is free for other threads meanwhile."""
+        rows = (_Weight * len(weights))(*(_row(weight) for weight in weights))
+        self._update(ctypes.addressof(rows), len(weights), threads)
+
+
+def _row(w: AdamWeight) -> _Weight:
+    shadow = w.shadow
+    return _Weight(
+        w.master.data_ptr(),
+        w.exp_avg.data_ptr(),
+        w.exp_avg_sq.data_ptr(),
+        w.grad.data_ptr(),
+        None if shadow is None else shadow.data_ptr(),
+        w.master.numel(),
+        _DTYPES[w.grad.dtype],
+        0 if shadow is None else _DTYPES[shadow.dtype],
+        w.grad_scale,
+        1 - w.lr * w.weight_decay if w.decoupled else 1.0,
+        0.0 if w.decoupled else w.weight_decay,
+        w.beta2,
+        1 - w.beta1,
+        1 - w.beta2,
+        -w.lr / (1 - w.beta1**w.step),
+        math.sqrt(1 - w.beta2**w.step),
+        w.eps,
+    )
+
+
+@functools.cache
+def adam_kernel() -> AdamKernel | None:
+    """The kernel, built if need be (about a second, once per machine); None, and one line in the log, without it."""
+    try:
+        kernel = AdamKernel(ctypes.CDLL(str(_build())))
+        ulp = _difference(kernel)
+        if ulp > TOLERATED_ULP:
+            raise RuntimeError(f"its results differ from torch's fused kernel by {ulp} units in the last place")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.warning("no compiled kernel for Adam, torch's own operations are used, which are slower: %s", error)
+        return None
+    return kernel
+
+
+def _build() -> Path:
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise RuntimeError("this machine has no C compiler (cc, gcc, clang, or CC=)")
+    command = [*compiler.split(), *FLAGS]
+    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True, timeout=60).stdout
+    identity = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), version, _processor()))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ramtorch_core"
+    name = f"adam-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="ramtorch_core-"))
+    if not (folder / name).exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            built = Path(work) / name
+            done = subprocess.run(
+                [*command, "-o", str(built), str(_SOURCE), "-lm"], capture_output=True, text=True, timeout=120
+            )
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+            built.replace(folder / name)  # whole or not at all, whoever else builds it now
+    return folder / name
+
+
+def _processor() -> bytes:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model"))})).encode()
+
+
+def _difference(kernel: AdamKernel) -> int:
+    """Largest difference from torch's fused kernel on a small tensor, in units in the last place."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> Tensor:
+        return torch.randn(4099, generator=generator)
+
+    theirs = [random(), random(), random().abs()]
+    ours = [tensor.clone() for tensor in theirs]
+    grad, shadow = random().bfloat16(), torch.empty(4099, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    torch._fused_adamw_(
+        [theirs[0]],
+        [grad.float()],
+        [theirs[1]],
+        [theirs[2]],
+        [],
+        [torch.tensor(7.0)],
+        amsgrad=False,
+        maximize=False,
+        **options,
+    )
+    kernel([AdamWeight(ours[0], ours[1], ours[2], grad, shadow, step=7, decoupled=True, **options)], threads=2)
+    if not torch.equal(shadow, ours[0].bfloat16()):
+        raise RuntimeError("its shadows are not the masters, rounded")
+    bits = [torch.stack(tensors).view(torch.int32).long() for tensors in (ours, theirs)]
+    return int((bits[0] - bits[1]).abs().max())

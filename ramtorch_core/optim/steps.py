@@ -1,0 +1,244 @@
+"""Runs an optimizer on single weights, in blocks, with the state where the optimizer keeps it.
+
+`torch.optim` optimizers step all their parameters at once. Here one step is divided by weight, and, if every element is
+updated on its own, by block: cast, update and shadow write of a block then share the processor's cache. Blocks are
+multiples of the vector width, so results are those of one whole step, bit for bit.
+
+Other optimizers take part if the class that defines `step` says so: `update_granularity = "element"` if the new value
+of an element depends only on the values of the same element (of parameter, gradient and state), and state tensors have
+the parameter's size or one element; `"parameter"` if each parameter is updated independently of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ramtorch_core.memory.weights import Weight
+from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, takes
+
+BLOCK = 1 << 20
+"""Elements: a block's gradient, master and two moments take 16 MB in float32."""
+
+
+class Granularity(Enum):
+    """By what an optimizer's step can be divided without changing its result."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+
+
+_KNOWN = {
+    **dict.fromkeys(
+        ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+        Granularity.ELEMENT,
+    ),
+    **dict.fromkeys(("Adafactor", "Muon"), Granularity.PARAMETER),
+}
+
+
+def granularity(optimizer: Optimizer) -> Granularity | None:
+    """By what the optimizer's step can be divided; None if that is not known, or it cannot."""
+    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    if kind.__module__.startswith("torch.optim"):
+        return _KNOWN.get(kind.__name__)
+    declared = vars(kind).get("update_granularity")
+    return None if declared is None else Granularity(declared)
+
+
+def why_whole(optimizer: Optimizer) -> str | None:
+    """Why this optimizer has to step all its parameters at once, with published gradients; None if it need not."""
+    name = type(optimizer).__name__
+    if granularity(optimizer) is None:
+        return f"{name} is not known to update each parameter independently (see update_granularity)"
+    if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is capturable or differentiable"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks"
+    return None
+
+
+class Recipe:
+    """How to step one optimizer's parameters: its options as they are now, for updates that happen later."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.granularity = granularity(optimizer)
+        self.default_dtype = torch.get_default_dtype()  # of the thread that steps the optimizer, by its own context
+        self.options: dict[nn.Parameter, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            options = {key: _snapshot(value) for key, value in group.items() if key != "params"}
+            self.options.update(dict.fromkeys(group["params"], options))
+
+    def adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Let the optimizer have a state that was made in another thread, while another default dtype held perhaps."""
+        known = self.optimizer.state.get(parameter)
+        if known is not state:
+            dtype = torch.float32 if self.options[parameter].get("fused") else self.default_dtype
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and parameter.dim() > 0:
+                    state[key] = value.to(dtype)
+            self.optimizer.state[parameter] = state
+
+    def step(self, parameters: Sequence[Tensor], options: Mapping[str, Any], states: Sequence[dict[str, Any]]) -> None:
+        """The optimizer's own step on stand-ins for its parameters, which hold their gradients in `.grad`."""
+        kind = type(self.optimizer)
+        stand_in = object.__new__(kind)
+        stand_in.__dict__.update(self.optimizer.__dict__)
+        stand_in.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself
+        stand_in.param_groups = [{**options, "params": list(parameters)}]
+        stand_in.state = defaultdict(dict, zip(parameters, states, strict=True))
+        step: Any = kind.step
+        if getattr(step, "hooked", False):  # torch's wrapper, which calls hooks and names the step in profiles
+            step = step.__wrapped__
+        step(stand_in)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One weight's part of a step.
+
+    Attributes:
+        grad: on the host, flat, in the memory order of the weight.
+        recipe: of the optimizer that owns the weight.
+    """
+
+    weight: Weight
+    grad: Tensor
+    recipe: Recipe
+
+
+def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel | None, threads: int) -> None:
+    """Step these weights, and write their shadows.
+
+    Args:
+        scale: every gradient is multiplied with it, in the master's dtype.
+        kernel: used where it applies; without it, the optimizers' own code.
+        threads: for the kernel. Torch's operations use torch's.
+    """
+    fast: list[AdamWeight] = []
+    with torch.no_grad():
+        for each in updates:
+            row = None if kernel is None else _for_kernel(each, scale)
+            if row is not None:
+                fast.append(row)
+            else:
+                _update(each, scale)
+        if kernel is not None and fast:
+            kernel(fast, threads)
+    for each in updates:
+        torch.autograd.graph.increment_version(each.weight.parameter)
+
+
+def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
+    weight, optimizer = each.weight, each.recipe.optimizer
+    master, options = weight.parameter, each.recipe.options[weight.parameter]
+    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    shadow = None if weight.own_shadow else weight.shadow
+    suits = (
+        kind in (torch.optim.Adam, torch.optim.AdamW)
+        and master.dtype == torch.float32
+        and master.stride() == weight.stride
+        and takes(each.grad.dtype, None if shadow is None else shadow.dtype)
+        and not options["amsgrad"]
+        and not options["maximize"]
+    )
+    if not suits:
+        return None
+    state = optimizer.state[master]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    if any(moment.stride() != weight.stride or moment.dtype != torch.float32 for moment in moments):
+        return None
+    state["step"] += 1
+    decoupled = kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay"))
+    beta1, beta2 = map(float, options["betas"])
+    return AdamWeight(
+        master.detach(),
+        *moments,
+        each.grad,
+        shadow,
+        step=int(state["step"]),
+        lr=float(options["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(options["eps"]),
+        weight_decay=float(options["weight_decay"]),
+        decoupled=decoupled,
+        grad_scale=scale,
+    )
+
+
+def _update(each: WeightUpdate, scale: float) -> None:
+    """The optimizer's own code, in blocks if its state allows that, at the first step (which makes the state) whole."""
+    weight, recipe = each.weight, each.recipe
+    master = weight.parameter.detach()
+    state = recipe.optimizer.state.get(weight.parameter, {})
+    shadow = None if weight.own_shadow else weight.shadow
+    views = _flat_state(state, weight) if recipe.granularity is Granularity.ELEMENT and state else None
+    if views is None or master.stride() != weight.stride:
+        grad = torch.empty_strided(weight.size, weight.stride, dtype=master.dtype)
+        _flat(grad).copy_(each.grad)
+        if scale != 1.0:
+            grad.mul_(scale)
+        master.grad = grad
+        recipe.step([master], recipe.options[weight.parameter], [state])
+        if state:
+            recipe.adopt(weight.parameter, state)
+        if shadow is not None:
+            shadow.copy_(master)
+        return
+    flat, scratch = _flat(master), torch.empty(min(BLOCK, master.numel()), dtype=master.dtype)
+    flat_shadow = None if shadow is None else _flat(shadow)
+    last: dict[str, Any] = {}
+    for start in range(0, flat.numel(), BLOCK):
+        piece = slice(start, min(start + BLOCK, flat.numel()))
+        block, count = flat[piece], piece.stop - piece.start
+        block.grad = scratch[:count].copy_(each.grad[piece])
+        if scale != 1.0:
+            block.grad.mul_(scale)
+        cut = {key: view[piece] for key, view in views.items()}
+        last = {key: cut[key] if key in cut else _snapshot(value) for key, value in state.items()}
+        recipe.step([block], recipe.options[weight.parameter], [last])
+        for key, view in cut.items():
+            if last[key] is not view:
+                view.copy_(last[key])
+        if flat_shadow is not None:
+            flat_shadow[piece].copy_(block)
+    for key, value in last.items():
+        if key not in views:
+            known = state.get(key)
+            if isinstance(known, Tensor):
+                known.copy_(value)
+            else:
+                state[key] = value
+
+
+def _flat_state(state: Mapping[str, Any], weight: Weight) -> dict[str, Tensor] | None:
+    """The state's tensors as vectors in the weight's memory order; None if some cannot be cut into blocks."""
+    views = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or (value.numel() == 1 and math.prod(weight.size) != 1):
+            continue
+        if value.size() != weight.size or value.stride() != weight.stride:
+            return None
+        views[key] = _flat(value)
+    return views
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _snapshot(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,173 @@
+"""Overlapped updates on a GPU: against the resident run with the same optimizer on the host, bit for bit.
+
+Slots are poisoned and a long kernel runs in front of each chunk; the updating thread is slowed down in turn, so that
+both orders of "gradients arrive" and "the weights are needed again" come up.
+"""
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stream_gpu_cases import MODELS, Net
+
+from ramtorch_core import attach
+from ramtorch_core.optim import updater
+
+DEVICE = "cuda"
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[0.0, 0.01], ids=["fast", "slow"])
+def update_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group's update begins this much later."""
+    update = updater.update
+
+    def delayed(*args: object, **kwargs: object) -> None:
+        time.sleep(request.param)
+        update(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(updater, "update", delayed)
+
+
+def train(
+    net: Net,
+    *,
+    overlap: bool,
+    amp: torch.dtype | None,
+    batches: int = 1,
+    clip: float | None = None,
+    run_on: bool = True,
+    steps: int = 5,
+    **options: object,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, object]]:
+    """Losses, weights and optimizer state after some steps of streamed training."""
+    engine = attach(net, device=DEVICE, poison=True, resident_below=1024, host_memory=1 << 40, **options)  # type: ignore[arg-type]
+    engine.conservative, engine.updates.run_on = False, run_on
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    losses = []
+    try:
+        for step in range(steps):
+            optimizer.zero_grad()
+            for batch in range(batches):
+                generator = torch.Generator().manual_seed(100 * step + batch)
+                ids = torch.randint(512, (4, 32), generator=generator).to(DEVICE)
+                torch.manual_seed(step)
+                with torch.autocast(DEVICE, dtype=amp, enabled=amp is not None):
+                    logits = net(ids)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) / batches
+                if overlap and batch == batches - 1:
+                    with engine.updates.overlap(optimizer, hold=clip is not None):
+                        loss.backward()
+                else:
+                    loss.backward()
+                losses.append(loss.detach())
+            if clip is not None:
+                engine.updates.clip(net.parameters(), clip)
+            optimizer.step()
+            engine.refresh()
+        engine.updates.wait()
+        if overlap:
+            trained = [group for group in engine.groups if any(w.parameter.requires_grad for w in group.weights)]
+            assert engine.updates.updater.updated == steps * len(trained)
+        state = copy.deepcopy(optimizer.state_dict())
+    finally:
+        engine.close()
+    return losses, {name: p.detach().clone() for name, p in net.named_parameters()}, state
+
+
+def assert_equal(ours: object, theirs: object) -> None:
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)  # type: ignore[arg-type]
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()  # type: ignore[attr-defined]
+        for key, value in ours.items():
+            assert_equal(value, theirs[key])  # type: ignore[index]
+    elif isinstance(ours, (list, tuple)):
+        for one, other in zip(ours, theirs, strict=True):  # type: ignore[call-overload]
+            assert_equal(one, other)
+    else:
+        assert ours == theirs
+
+
+def same(kind: str = "plain", **options: object) -> None:
+    """Overlapped and published training give the same bits."""
+    torch.manual_seed(0)
+    net = Net(MODELS[kind])
+    published, overlapped = copy.deepcopy(net), copy.deepcopy(net)
+    assert_equal(
+        train(overlapped, overlap=True, **options),  # type: ignore[arg-type]
+        train(published, overlap=False, **options),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.usefixtures("update_seconds")
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_updates_while_backward_runs_give_the_same_bits(
+    window: int, activations: str, amp: torch.dtype | None, kernel: str
+) -> None:
+    same(window=window, activations=activations, amp=amp, kernel=kernel)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_every_model_is_updated_the_same(kind: str, activations: str) -> None:
+    same(kind, activations=activations, amp=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("update_seconds")
+@pytest.mark.parametrize("run_on", [True, False])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_accumulated_gradients_are_updated_the_same(amp: torch.dtype | None, run_on: bool) -> None:
+    same(batches=3, amp=amp, run_on=run_on)
+
+
+@pytest.mark.usefixtures("update_seconds")
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipped_updates_differ_by_rounding_of_the_norm_only(max_norm: float) -> None:
+    """The norms of gradients that are not published are computed on the GPU."""
+    torch.manual_seed(0)
+    net = Net(MODELS["plain"])
+    published, overlapped = copy.deepcopy(net), copy.deepcopy(net)
+    ours = train(overlapped, overlap=True, amp=None, clip=max_norm, steps=2)[1]
+    theirs = train(published, overlap=False, amp=None, clip=max_norm, steps=2)[1]
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_in_backward_is_survived() -> None:
+    net = Net(MODELS["plain"])
+    engine = attach(net, device=DEVICE, poison=True, resident_below=1024, host_memory=1 << 40)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    ids = torch.randint(512, (4, 32)).to(DEVICE)
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise KeyError("from a hook")
+
+    hook = net.blocks[2].register_forward_hook(lambda _module, _args, out: out.register_hook(fail) and None)
+    with pytest.raises(KeyError, match="from a hook"), engine.updates.overlap(optimizer):
+        net(ids).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    with engine.updates.overlap(optimizer):
+        net(ids).float().logsumexp(-1).mean().backward()
+    optimizer.step()
+    assert not any(map(engine.updates.is_pending, engine.groups))
+    engine.close()
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
