@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -236,13 +237,8 @@ class OffloadStrategy(HostStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
-        if self._streamer is None:
-            yield
-        else:
-            with self._streamer.scope():
-                yield
+    def _scope(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._streamer is None else self._streamer.scope()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
