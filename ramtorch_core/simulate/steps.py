@@ -21,7 +21,7 @@ class Optimizer(Enum):
     NONE = "none"
     """Never: forward and backward alone."""
     PUBLISHED = "published"
-    """On the host, once the backward has ended and every gradient has arrived; the next step begins afterwards."""
+    """On the host, once the backward has ended; the next step begins afterwards."""
     JOINED = "joined"
     """On the host, each chunk once its gradient has arrived; the next step begins when all are done."""
     OVERLAPPED = "overlapped"
@@ -85,8 +85,8 @@ class StreamingPlan:
 class Steps:
     """Lays out step after step.
 
-    The host returns from a backward, and from `optimizer.step()`, as `StreamingPlan.optimizer` says; what it issues
-    afterwards cannot begin before. Slots are planned anew for each pass over the chunks.
+    The host returns from a backward when every gradient has arrived, and from `optimizer.step()` as
+    `StreamingPlan.optimizer` says; what it issues afterwards cannot begin before. Slots are planned anew for each pass over the chunks.
 
     Attributes:
         first: per step its first visit.
@@ -126,7 +126,7 @@ class Steps:
                 self._forward(chunk, m)
             for chunk, m in up:
                 self._backward(chunk, m)
-            if plan.train and plan.optimizer in (Optimizer.NONE, Optimizer.PUBLISHED):
+            if plan.train and plan.optimizer is not Optimizer.GPU:
                 self._since = self.work.join([self._latest, *self._arrived.values()])
         self.first.append(self._forwards[0, 0])
         self._last[self._number] = self._latest

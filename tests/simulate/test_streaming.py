@@ -146,6 +146,12 @@ def test_prediction_overlaps_the_end_of_one_batch_with_the_copies_of_the_next() 
     assert result.stall == 0
 
 
+def test_the_next_step_begins_when_all_gradients_have_arrived_though_its_first_chunk_waits_for_none() -> None:
+    chunks = [ChunkCost(forward=1, backward=1, gradient=10)] * 2
+    result = simulate_streaming(chunks, keep(pin=(0,), optimizer=Optimizer.OVERLAPPED))
+    assert result.seconds == 3 + 10  # F0 F1 B1, and the gradient of chunk 1 leaves beside B0
+
+
 def test_resident_chunks_are_never_copied_and_are_updated_on_the_gpu() -> None:
     chunks = [ChunkCost(forward=1, backward=2, transfer=9, gradient=9, update=9, device_update=0.5)] * 3
     result = simulate_streaming(chunks, keep(pin=3, optimizer=Optimizer.JOINED))
