@@ -86,7 +86,8 @@ class Steps:
     """Lays out step after step.
 
     The host returns from a backward when every gradient has arrived, and from `optimizer.step()` as
-    `StreamingPlan.optimizer` says; what it issues afterwards cannot begin before. Slots are planned anew for each pass over the chunks.
+    `StreamingPlan.optimizer` says; what it issues afterwards cannot begin before. Slots are planned anew for each pass
+    over the chunks.
 
     Attributes:
         first: per step its first visit.
