@@ -150,7 +150,7 @@ def denoising(net: nn.Module, batch: Batch) -> Tensor:
 LLAMA: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -178,7 +178,7 @@ def gpt2(dropout: float) -> nn.Module:
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     return pretrained(
         "GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=4, n_head=2, n_positions=32, vocab_size=VOCABULARY,
-        bos_token_id=1, eos_token_id=2, use_cache=False, **dict.fromkeys(names, dropout),
+        bos_token_id=1, eos_token_id=2, **dict.fromkeys(names, dropout),
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def bert(dropout: float) -> nn.Module:
 def t5(dropout: float) -> nn.Module:
     return pretrained(
         "T5ForConditionalGeneration", "T5Config", d_model=16, d_kv=8, d_ff=32, num_layers=6, num_heads=2,
-        vocab_size=VOCABULARY, dropout_rate=dropout, decoder_start_token_id=0, use_cache=False,
+        vocab_size=VOCABULARY, dropout_rate=dropout, decoder_start_token_id=0,
     )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from ramtorch_core.engine.arguments import Arguments, Copies, may_write
 
 ALWAYS_KEPT_BYTES = 1 << 16
 
@@ -59,32 +60,32 @@ class BufferSnapshot:
                 owner._buffers[name] = buffer
 
 
-def checkpoint_call(
-    function: Callable[..., Any],
-    *args: Any,
-    marker: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    """`function(*args, **kwargs)`, whose activations are recomputed in backward.
+def checkpoint_call(function: Callable[..., Any], arguments: Arguments, *, marker: Tensor | None = None) -> Any:
+    """`function(*args, **kwargs)`, whose activations are recomputed in backward, from the arguments as they were.
 
     torch saves the random state of those devices that it finds among *positional* tensors, and takes autocast's device
     from them too. So every tensor is passed by position, however deep it is nested and however it came.
 
     Args:
         marker: an empty tensor on the device whose random state must be saved in any case.
+
+    Raises:
+        RamtorchError: it writes an argument in place that cannot be restored.
     """
-    leaves, structure = tree_flatten((args, kwargs))
-    distinct: dict[int, int] = {}  # a tensor that is given twice stays one tensor: attention tests `query is key`
-    indices = [distinct.setdefault(id(leaf), len(distinct)) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    again = False
 
     def call(_marker: Tensor | None, *tensors: Tensor) -> Any:
-        values = [c if i is None else tensors[i] for c, i in zip(constants, indices, strict=True)]
-        again_args, again_kwargs = tree_unflatten(values, structure)
-        return function(*again_args, **again_kwargs)
+        nonlocal again
+        if again:
+            again_args, again_kwargs = arguments.again(tensors)
+            return function(*again_args, **again_kwargs)
+        again = True
+        args, kwargs = arguments.take()
+        output = function(*args, **kwargs)
+        arguments.finish()
+        return output
 
-    return checkpoint(call, marker, *tensors, use_reentrant=False)
+    return checkpoint(call, marker, *arguments.tensors, use_reentrant=False)
 
 
 def offload_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,18 +93,25 @@ def offload_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
     Use it inside the forward of a model with `activations="keep"` for the parts that are cheap to recompute. Exact with
     dropout, with arguments given by keyword only, and, if `function` is a module, with buffers that its forward changes
-    (BatchNorm statistics are updated once). Works on plain models as well.
+    (BatchNorm statistics are updated once) or lists, caches and the like among its arguments
+    that it fills. Works on plain models as well.
 
     Args:
         function: a module or any callable.
 
     Returns:
         What `function` returns.
+
+    Raises:
+        RamtorchError: it writes a tensor among its arguments in place, and not by a module with `inplace=True`.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    copies = may_write(function) if isinstance(function, nn.Module) else Copies.NONE
+    arguments = Arguments(f"the marked region {name}", args, kwargs, copies=copies)
     if not isinstance(function, nn.Module):
-        return checkpoint_call(function, *args, **kwargs)
+        return checkpoint_call(function, arguments)
     snapshot = BufferSnapshot(function)
     again = False
 
@@ -118,4 +126,4 @@ def offload_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         with snapshot.restored():
             return function(*args, **kwargs)
 
-    return checkpoint_call(run, *args, **kwargs)
+    return checkpoint_call(run, arguments)

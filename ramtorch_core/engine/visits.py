@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
 from ramtorch_core.engine.activations import BufferSnapshot, checkpoint_call
+from ramtorch_core.engine.arguments import Arguments, Copies, fills_cache, may_write
 from ramtorch_core.engine.backward import BackwardPasses, current_task
 from ramtorch_core.engine.census import Chunk
 from ramtorch_core.engine.follow import OpenVisit
@@ -30,6 +31,15 @@ from ramtorch_core.memory.window import Slot
 from ramtorch_core.plan.itinerary import Direction
 
 log = logging.getLogger(__name__)
+
+_TWO_CHECKPOINTS = (
+    "chunk '%s' is recomputed by a checkpoint of your own, and its activations by the engine as well: each is computed "
+    "three times. Leave one out: activations='keep', or no checkpoint around chunks."
+)
+_CACHE = (
+    "chunk '%s' fills a cache of keys and values in training: they stay in device memory until its backward. If nobody "
+    "reads them, switch the cache off (config.use_cache = False)."
+)
 
 
 class Activations(Enum):
@@ -77,7 +87,8 @@ class Visits:
         self.observing: Observer | None = None
         self._backward: _Lending | None = None
         self._checkpointing = 0  # checkpointed chunks under way, one inside another
-        self._warned = False
+        self._copies: dict[int, Copies] = {}  # by index of a chunk: what it was seen to write among its arguments
+        self._warned: set[str] = set()
         self._saved = SavedTensors(inventory.locate, self._slot_for_backward, self.device.torch)
         self._marker = torch.empty(0, device=self.device.torch)
 
@@ -100,7 +111,7 @@ class Visits:
         return output
 
     def _call(self, inner: Callable[..., Any], chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
-        """The chunk's own forward. Weights that it returns, or views of them, become copies: they outlive the visit."""
+        """The chunk's own forward. Weights that it returns, or views of them, become copies that outlive the visit."""
         output = inner(*args, **kwargs)
         if not any(map(self._in_slot, tensors_in(output))):
             return output
@@ -142,8 +153,12 @@ class Visits:
     def _checkpointed(self, inner: Callable[..., Any], chunk: Chunk, exact: bool, args: Any, kwargs: Any) -> Any:
         snapshot = BufferSnapshot(chunk.module)
         again, observer, around = False, self.observing, hooks_around()
-        if current_task() != -1 and self._checkpointing == 0:
-            self._warn_of_two_checkpoints(chunk)
+        if current_task() != -1 and self._checkpointing == 0:  # somebody else's recompute
+            self._warn_once(chunk, _TWO_CHECKPOINTS)
+        if fills_cache(args, kwargs):
+            self._warn_once(chunk, _CACHE)
+        copies = self._copies.get(chunk.index) or may_write(chunk.module)
+        arguments = Arguments(f"chunk '{chunk.name}'", args, kwargs, copies=copies)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
@@ -161,18 +176,16 @@ class Visits:
             finally:
                 self._checkpointing -= 1
 
-        with self._lent(chunk, exact):
-            return checkpoint_call(run, *args, marker=self._marker, **kwargs)
+        try:
+            with self._lent(chunk, exact):
+                return checkpoint_call(run, arguments, marker=self._marker)
+        finally:
+            self._copies[chunk.index] = Copies.ALL if arguments.written else self._copies.get(chunk.index, Copies.NONE)
 
-    def _warn_of_two_checkpoints(self, chunk: Chunk) -> None:
-        """A forward inside of a backward that is not our recompute is somebody else's."""
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "chunk '%s' is recomputed by a checkpoint of your own, and its activations by the engine as well: each "
-                "is computed three times. Leave one out: activations='keep', or no checkpoint around chunks.",
-                chunk.name,
-            )
+    def _warn_once(self, chunk: Chunk, message: str) -> None:
+        if message not in self._warned:
+            log.warning(message, chunk.name)
+        self._warned.add(message)
 
     @contextlib.contextmanager
     def _recomputing(self, chunk: Chunk, exact: bool, observer: Observer | None) -> Iterator[None]:

@@ -6,6 +6,7 @@ from stream_cases import WIDTH
 from torch import Tensor, nn
 
 from ramtorch_core.engine.activations import ALWAYS_KEPT_BYTES, BufferSnapshot, checkpoint_call
+from ramtorch_core.engine.arguments import Arguments, Copies
 
 
 class Buffers(nn.Module):
@@ -57,6 +58,7 @@ def test_tensors_are_found_in_nested_arguments_given_by_keyword():
         calls.append(1)
         return {"y": (batch["x"][0] * scale).exp()}
 
-    checkpoint_call(function, batch={"x": [x]}, scale=2.0)["y"].sum().backward()
+    arguments = Arguments("function", (), {"batch": {"x": [x]}, "scale": 2.0}, copies=Copies.NONE)
+    checkpoint_call(function, arguments)["y"].sum().backward()
     assert torch.equal(x.grad, (x * 2).exp().detach() * 2)
     assert len(calls) == 2

@@ -145,8 +145,6 @@ CALLS = [
 @every_mode
 @pytest.mark.parametrize(("kind", "step"), CALLS, ids=[step.__name__ for _, step in CALLS])
 def test_arguments_and_outputs_of_every_kind_pass_through(mode, kind, step):
-    if kind is Nones and mode["activations"] == "checkpoint":
-        pytest.skip("a side effect on an argument is repeated by any recompute")
     assert_equals_resident(lambda: Stack(*(kind() for _ in range(3))), step, **mode)
 
 

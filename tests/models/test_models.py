@@ -1,6 +1,5 @@
 """Models that people train, streamed and pipelined: the plain Trainer's results, bit for bit."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from model_cases import CASES, ROWS, STEPS, Case
 from offload_cases import Watched, make_trainer
 from stream_cases import assert_same
 
+from ramtorch_core import attach
 from ramtorch_core.engine.module_tree import glob_regex
 from ramtorch_lightning import PipelineStrategy
 
@@ -118,24 +118,20 @@ def test_adapters_are_trained_over_a_base_that_keeps_its_bits_and_has_no_gradien
     assert len(trainer.optimizers[0].state) == len(adapters)
 
 
-def caching(name: str) -> Case:
-    """A decoder with a cache of keys and values, as those of the transformers library have unless told otherwise."""
-
-    def build(dropout: float) -> Any:
-        net: Any = CASES[name].build(dropout)
-        for part in (net, getattr(net, "decoder", net)):  # T5's decoder has a configuration of its own
-            part.config.use_cache = True
-        return net
-
-    return replace(CASES[name], build=build)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_a_cache_of_keys_does_not_disturb_training(name: str) -> None:
-    """While activations are kept, or computed once in a pipeline; a second forward of a block would fill it again."""
-    case = caching(name)
-    assert case.task().net(**case.data(2)).past_key_values is not None
-    _, streamed = fit(case, Watched(chunks=None, activations="keep"), dropout=0.0)
-    assert_same(streamed, plain(name, "32-true", 0.0, ROWS))
-    _, pipelined = fit(case, TwoStages(), dropout=0.0)
-    assert_same(pipelined, plain(name, "32-true", 0.0, ROWS // 2, 2))
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "t5", "mixtral"])
+def test_a_streamed_decoder_uses_its_cache_in_training_and_in_generation(name: str) -> None:
+    """Which is how all decoders here are trained; it is their default."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    batch = case.data(2)
+    prompt = {"input_ids": batch["input_ids"], "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = case.task().net.eval().generate(**prompt)
+    net = case.task().net
+    streamer = attach(net, device="cpu", resident_below=0)
+    try:
+        training = net(**batch)
+        training.loss.backward()
+        assert training.past_key_values.get_seq_length() == training.logits.shape[1]
+        assert torch.equal(net.eval().generate(**prompt), expected)
+    finally:
+        streamer.close()
