@@ -9,10 +9,12 @@ from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
+from ramtorch_core.optim.adamw import AdamW
 from ramtorch_core.optim.steps import why_whole
 from ramtorch_core.pipeline import Pipeline, PipelineModel, PipelineResult
 
 __all__ = [
+    "AdamW",
     "ChunkRow",
     "ChunkSpec",
     "ConfigurationError",

@@ -1,8 +1,13 @@
 /* Adam and AdamW in one pass over memory: gradient in, state and master updated, shadow out.
  *
  * Every operation is the one that torch's own kernels do, in the same order and rounding, so results are equal bit for
- * bit: `fused` follows torch._fused_adam(w)_, otherwise the sequence of elementwise operations of torch.optim's
- * single-tensor implementation. Compile with -ffp-contract=off: the only fused multiply-adds are those written as such.
+ * bit: it follows torch._fused_adam(w)_. There, elements that fill no whole vector at the end of a tensor go through
+ * scalar code, in which the compiler chose another fused multiply-add. Compile with -ffp-contract=off: the only fused
+ * multiply-adds are those written as such.
+ *
+ * Masters and moments may be bfloat16. Arithmetic is in float32 all the same, and what is stored is rounded up or down at
+ * random, so that it is right on average; the random bits are those of rounding.py, a function of a weight's key and the
+ * element's index alone. The gradient is taken, and scaled, in the master's dtype.
  *
  * Work is dealt out in blocks of BLOCK elements to threads that live for one call. */
 
@@ -18,11 +23,13 @@ enum { NONE, FLOAT32, BFLOAT16 };
 
 /* One weight. All arrays have `count` elements; `shadow` is NULL if the master is its own shadow. */
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq;
+    void *master, *exp_avg, *exp_avg_sq;
     const void *grad;
     void *shadow;
     int64_t count;
-    int32_t grad_dtype, shadow_dtype;
+    int32_t master_dtype, moment_dtype, grad_dtype, shadow_dtype;
+    int32_t width;              /* of torch's vectors; a power of two that divides BLOCK */
+    uint32_t key0, key1;        /* of this weight and step: what random bits depend on besides the index */
     float grad_scale;           /* what clipping multiplies the gradient with */
     float decay;                /* AdamW: 1 - lr * weight_decay; 1 without */
     float l2;                   /* Adam: weight_decay, added to the gradient; 0 without */
@@ -50,45 +57,111 @@ static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN st
     return value != value ? 0x7FC0 : (uint16_t)rounded;
 }
 
+/* Up or down with the probabilities that make it right on average, by 16 random bits; infinities and NaN stay. */
+static inline uint16_t narrow_randomly(float value, uint32_t random) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0x7FC0 : (uint16_t)((bits + random) >> 16);
+}
+
+/* 32 random bits for a counter: the mixing function "lowbias32" of C. Wellons' hash prospector, with the second half of
+ * the key between its rounds. */
+static inline uint32_t random_bits(uint32_t x, uint32_t key1) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x ^= key1;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+/* 32 more, of which the upper 16 are independent of either half of the first. */
+static inline uint32_t more_bits(uint32_t x) {
+    x *= 0x9E3779B1u;
+    return x ^ x >> 16;
+}
+
 /* torch.lerp(start, end, weight), as its vectorised kernel computes it. */
 static inline float lerp(float start, float end, float weight) {
     int small = weight < 0.5f;
     return fmaf(small ? weight : weight - 1.0f, end - start, small ? start : end);
 }
 
-#define LOAD_FLOAT32(i) ((const float *)w->grad)[i]
-#define LOAD_BFLOAT16(i) widen(((const uint16_t *)w->grad)[i])
-#define STORE_NONE(i, value)
-#define STORE_BFLOAT16(i, value) ((uint16_t *)w->shadow)[i] = narrow(value)
+typedef float type_FLOAT32;
+typedef uint16_t type_BFLOAT16;
+#define LOAD_FLOAT32(value) (value)
+#define LOAD_BFLOAT16(value) widen(value)
+#define ROUND_FLOAT32(value) (value)
+#define ROUND_BFLOAT16(value) widen(narrow(value))
+#define GRAD_FLOAT32(GRAD, value) LOAD_##GRAD(value)
+#define GRAD_BFLOAT16(GRAD, value) LOAD_ROUNDED_##GRAD(value)
+#define LOAD_ROUNDED_FLOAT32(value) ROUND_BFLOAT16(value)
+#define LOAD_ROUNDED_BFLOAT16(value) widen(value)
+#define STORE_FLOAT32(value, random) ((void)(random), (value))
+#define STORE_BFLOAT16(value, random) narrow_randomly(value, random)
+#define SHADOW_NONE(value)
+#define SHADOW_BFLOAT16(value) shadow[i] = narrow(value)
 
-#define UPDATE(LOAD, STORE)                                                                       \
-    for (int64_t i = begin; i < end; i++) {                                                       \
-        float grad = LOAD(i) * w->grad_scale, p = master[i];                                      \
-        grad = fmaf(p, l2, grad);                                                                   \
-        p = p * decay;                                                                            \
-        float m = lerp(exp_avg[i], grad, lerp_weight);                                            \
-        float v = fmaf(exp_avg_sq_weight * grad, grad, exp_avg_sq[i] * beta2);                       \
-        exp_avg[i] = m;                                                                           \
-        exp_avg_sq[i] = v;                                                                        \
-        p = p + negative_step_size * m / (sqrtf(v) / bias_correction2_sqrt + eps);                \
-        master[i] = p;                                                                            \
-        STORE(i, p);                                                                              \
+#define DEFINE(NAME, MASTER, MOMENT, GRAD, SHADOW)                                                                      \
+    static inline __attribute__((always_inline)) void NAME##_range(const Weight *w, int64_t begin, int64_t end,         \
+                                                                   int scalar) {                                        \
+        type_##MASTER *restrict master = (type_##MASTER *)w->master + begin;                                            \
+        type_##MOMENT *restrict exp_avg = (type_##MOMENT *)w->exp_avg + begin;                                          \
+        type_##MOMENT *restrict exp_avg_sq = (type_##MOMENT *)w->exp_avg_sq + begin;                                    \
+        const type_##GRAD *restrict grads = (const type_##GRAD *)w->grad + begin;                                       \
+        uint16_t *restrict shadow = (uint16_t *)w->shadow + begin;                                                      \
+        const float scale = w->grad_scale, decay = w->decay, l2 = w->l2, beta2 = w->beta2;                              \
+        const float lerp_weight = w->lerp_weight, exp_avg_sq_weight = w->exp_avg_sq_weight;                             \
+        const float negative_step_size = w->negative_step_size, eps = w->eps;                                           \
+        const float bias_correction2_sqrt = w->bias_correction2_sqrt;                                                   \
+        const uint32_t first = (uint32_t)begin, key1 = w->key1;                                                         \
+        const uint32_t key0 = w->key0 + (uint32_t)(begin >> 32) * 0x9E3779B1u;                                          \
+        const int32_t count = (int32_t)(end - begin);                                                                   \
+        (void)shadow;                                                                                                   \
+        for (int32_t i = 0; i < count; i++) {                                                                           \
+            uint32_t random = random_bits((first + (uint32_t)i) ^ key0, key1);                                          \
+            float grad = GRAD_##MASTER(GRAD, grads[i]), p = LOAD_##MASTER(master[i]);                                   \
+            grad = ROUND_##MASTER(grad * scale);                                                                        \
+            grad = fmaf(p, l2, grad);                                                                                   \
+            p = p * decay;                                                                                              \
+            float m = lerp(LOAD_##MOMENT(exp_avg[i]), grad, lerp_weight);                                               \
+            float v = LOAD_##MOMENT(exp_avg_sq[i]), g = exp_avg_sq_weight * grad;                                       \
+            v = scalar ? fmaf(v, beta2, g * grad) : fmaf(g, grad, v * beta2);                                           \
+            exp_avg[i] = STORE_##MOMENT(m, random & 0xFFFF);                                                            \
+            exp_avg_sq[i] = STORE_##MOMENT(v, random >> 16);                                                            \
+            p = p + negative_step_size * m / (sqrtf(v) / bias_correction2_sqrt + eps);                                  \
+            master[i] = STORE_##MASTER(p, more_bits(random) >> 16);                                                     \
+            SHADOW_##SHADOW(p);                                                                                         \
+        }                                                                                                               \
+    }                                                                                                                   \
+    static void NAME(const Weight *w, int64_t begin, int64_t end) {                                                     \
+        int64_t vectors = w->count - w->count % w->width;                                                               \
+        if (begin < vectors) NAME##_range(w, begin, end < vectors ? end : vectors, 0);                                  \
+        if (end > vectors) NAME##_range(w, begin > vectors ? begin : vectors, end, 1);                                  \
     }
+
+DEFINE(update_ffff, FLOAT32, FLOAT32, FLOAT32, NONE)
+DEFINE(update_fffb, FLOAT32, FLOAT32, FLOAT32, BFLOAT16)
+DEFINE(update_ffbf, FLOAT32, FLOAT32, BFLOAT16, NONE)
+DEFINE(update_ffbb, FLOAT32, FLOAT32, BFLOAT16, BFLOAT16)
+DEFINE(update_fbff, FLOAT32, BFLOAT16, FLOAT32, NONE)
+DEFINE(update_fbfb, FLOAT32, BFLOAT16, FLOAT32, BFLOAT16)
+DEFINE(update_fbbf, FLOAT32, BFLOAT16, BFLOAT16, NONE)
+DEFINE(update_fbbb, FLOAT32, BFLOAT16, BFLOAT16, BFLOAT16)
+DEFINE(update_bff, BFLOAT16, FLOAT32, FLOAT32, NONE)
+DEFINE(update_bfb, BFLOAT16, FLOAT32, BFLOAT16, NONE)
+DEFINE(update_bbf, BFLOAT16, BFLOAT16, FLOAT32, NONE)
+DEFINE(update_bbb, BFLOAT16, BFLOAT16, BFLOAT16, NONE)
+
+typedef void Update(const Weight *, int64_t, int64_t);
+static Update *const UPDATES[16] = { /* bits: master, moments, gradient, shadow in bfloat16 */
+    update_ffff, update_fffb, update_ffbf, update_ffbb, update_fbff, update_fbfb, update_fbbf, update_fbbb,
+    update_bff,  NULL,        update_bfb,  NULL,        update_bbf,  NULL,        update_bbb,  NULL};
 
 static void update(const Weight *w, int64_t begin, int64_t end) {
-    float *restrict master = w->master, *restrict exp_avg = w->exp_avg, *restrict exp_avg_sq = w->exp_avg_sq;
-    const float decay = w->decay, l2 = w->l2, beta2 = w->beta2, lerp_weight = w->lerp_weight;
-    const float exp_avg_sq_weight = w->exp_avg_sq_weight, negative_step_size = w->negative_step_size;
-    const float bias_correction2_sqrt = w->bias_correction2_sqrt, eps = w->eps;
-    if (w->grad_dtype == BFLOAT16 && w->shadow_dtype == BFLOAT16) {
-        UPDATE(LOAD_BFLOAT16, STORE_BFLOAT16)
-    } else if (w->grad_dtype == BFLOAT16) {
-        UPDATE(LOAD_BFLOAT16, STORE_NONE)
-    } else if (w->shadow_dtype == BFLOAT16) {
-        UPDATE(LOAD_FLOAT32, STORE_BFLOAT16)
-    } else {
-        UPDATE(LOAD_FLOAT32, STORE_NONE)
-    }
+    int master = w->master_dtype == BFLOAT16, moments = w->moment_dtype == BFLOAT16;
+    int grad = w->grad_dtype == BFLOAT16, shadow = w->shadow_dtype == BFLOAT16;
+    UPDATES[master << 3 | moments << 2 | grad << 1 | shadow](w, begin, end);
 }
 
 static void *run(void *argument) {

@@ -1,8 +1,9 @@
 """The compiled kernel: Adam and AdamW in one pass over memory (`adam.c`), built on first use by the system's compiler.
 
-It reads gradients in half precision or float32, updates float32 state and masters, and writes half-precision shadows.
-Its results are those of torch's own fused kernels (`AdamW(fused=True)`), bit for bit; that is tried on a small tensor
-each time it is loaded, and a kernel that is off by more than `TOLERATED_ULP` is not used.
+It reads gradients in half precision or float32, updates state and masters in float32 or, rounded stochastically (see
+`rounding`), in bfloat16, and writes half-precision shadows. In float32 its results are those of torch's own fused
+kernels (`AdamW(fused=True)`), bit for bit; that is tried on a small tensor each time it is loaded, and a kernel that is
+off by more than `TOLERATED_ULP` is not used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 TOLERATED_ULP = 4
+WIDTHS = (16, 8, 4)
+"""Elements in torch's vectors, by the processor: the kernel takes the one with which its results are torch's."""
 _SOURCE = Path(__file__).with_name("adam.c")
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2}
 
@@ -39,7 +42,8 @@ class _Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "shadow")),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("grad_dtype", "shadow_dtype")),
+        *((name, ctypes.c_int32) for name in ("master_dtype", "moment_dtype", "grad_dtype", "shadow_dtype", "width")),
+        *((name, ctypes.c_uint32) for name in ("key0", "key1")),
         *((name, ctypes.c_float) for name in ("grad_scale", "decay", "l2", "beta2", "lerp_weight")),
         *((name, ctypes.c_float) for name in ("exp_avg_sq_weight", "negative_step_size")),
         *((name, ctypes.c_float) for name in ("bias_correction2_sqrt", "eps")),
@@ -48,15 +52,19 @@ class _Weight(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AdamWeight:
-    """What the kernel needs of one weight: dense host tensors of one size and memory order.
+    """One weight's update: dense tensors of one size and memory order, for the kernel on the host.
 
     Attributes:
-        master, exp_avg, exp_avg_sq: float32; written.
+        master: float32 or bfloat16; written.
+        exp_avg, exp_avg_sq: float32 or bfloat16, both alike; written.
         grad: float32 or bfloat16; read.
         shadow: bfloat16, written; None if the master is its own shadow.
         step: of this update, counted from 1.
         decoupled: weight decay as in AdamW, instead of as in Adam.
-        grad_scale: the gradient is multiplied with it.
+        grad_scale: the gradient is multiplied with it, in the master's dtype.
+        key: 64 bits, from `rounding.derive_key`, that decide how what is stored in bfloat16 is rounded.
+        max_exp_avg_sq: the largest `exp_avg_sq` so far, for AMSGrad; not for the kernel.
+        compiled: whether the kernel may be used.
     """
 
     master: Tensor
@@ -72,11 +80,21 @@ class AdamWeight:
     weight_decay: float
     decoupled: bool
     grad_scale: float = 1.0
+    key: int = 0
+    max_exp_avg_sq: Tensor | None = None
+    compiled: bool = True
 
 
-def takes(grad: torch.dtype, shadow: torch.dtype | None) -> bool:
-    """Whether the kernel reads such gradients and writes such shadows."""
-    return grad in _DTYPES and shadow in (None, torch.bfloat16)
+def takes(
+    grad: torch.dtype,
+    shadow: torch.dtype | None,
+    *,
+    master: torch.dtype = torch.float32,
+    moments: torch.dtype = torch.float32,
+) -> bool:
+    """Whether the kernel reads such gradients and writes such shadows, masters and moments."""
+    shadows = (None, torch.bfloat16) if master == torch.float32 else (None,)
+    return grad in _DTYPES and shadow in shadows and master in _DTYPES and moments in _DTYPES
 
 
 class AdamKernel:
@@ -84,20 +102,24 @@ class AdamKernel:
 
     Args:
         library: defines `ramtorch_adam`.
+
+    Attributes:
+        width: elements in torch's vectors. What fills none at the end of a weight is rounded as by its scalar code.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._update = library.ramtorch_adam
         self._update.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
         self._update.restype = None
+        self.width = 16
 
     def __call__(self, weights: Sequence[AdamWeight], threads: int) -> None:
         """Update all weights with up to `threads` threads. The interpreter is free for other threads meanwhile."""
-        rows = (_Weight * len(weights))(*(_row(weight) for weight in weights))
+        rows = (_Weight * len(weights))(*(_row(weight, self.width) for weight in weights))
         self._update(ctypes.addressof(rows), len(weights), threads)
 
 
-def _row(w: AdamWeight) -> _Weight:
+def _row(w: AdamWeight, width: int) -> _Weight:
     shadow = w.shadow
     return _Weight(
         w.master.data_ptr(),
@@ -106,8 +128,13 @@ def _row(w: AdamWeight) -> _Weight:
         w.grad.data_ptr(),
         None if shadow is None else shadow.data_ptr(),
         w.master.numel(),
+        _DTYPES[w.master.dtype],
+        _DTYPES[w.exp_avg.dtype],
         _DTYPES[w.grad.dtype],
         0 if shadow is None else _DTYPES[shadow.dtype],
+        width,
+        w.key & 0xFFFFFFFF,
+        w.key >> 32,
         w.grad_scale,
         1 - w.lr * w.weight_decay if w.decoupled else 1.0,
         0.0 if w.decoupled else w.weight_decay,
@@ -125,7 +152,7 @@ def adam_kernel() -> AdamKernel | None:
     """The kernel, built if need be (about a second, once per machine); None, and one line in the log, without it."""
     try:
         kernel = AdamKernel(ctypes.CDLL(str(_build())))
-        ulp = _difference(kernel)
+        ulp, kernel.width = min((_difference(kernel, width), width) for width in WIDTHS)
         if ulp > TOLERATED_ULP:
             raise RuntimeError(f"its results differ from torch's fused kernel by {ulp} units in the last place")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -168,16 +195,17 @@ def _processor() -> bytes:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model"))})).encode()
 
 
-def _difference(kernel: AdamKernel) -> int:
+def _difference(kernel: AdamKernel, width: int) -> int:
     """Largest difference from torch's fused kernel on a small tensor, in units in the last place."""
     generator = torch.Generator().manual_seed(0)
+    kernel.width = width
 
     def random() -> Tensor:
-        return torch.randn(4099, generator=generator)
+        return torch.randn(4111, generator=generator)
 
     theirs = [random(), random(), random().abs()]
     ours = [tensor.clone() for tensor in theirs]
-    grad, shadow = random().bfloat16(), torch.empty(4099, dtype=torch.bfloat16)
+    grad, shadow = random().bfloat16(), torch.empty(4111, dtype=torch.bfloat16)
     options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     torch._fused_adamw_(
         [theirs[0]],

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ramtorch_core.memory.weights import Weight
+from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
 from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, takes
 
 BLOCK = 1 << 20
@@ -77,6 +78,7 @@ class Recipe:
         for group in optimizer.param_groups:
             options = {key: _snapshot(value) for key, value in group.items() if key != "params"}
             self.options.update(dict.fromkeys(group["params"], options))
+        self.positions = {parameter: position for position, parameter in enumerate(self.options)}
 
     def adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Let the optimizer have a state that was made in another thread, while another default dtype held perhaps."""
@@ -143,6 +145,12 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     master, options = weight.parameter, each.recipe.options[weight.parameter]
     kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
     shadow = None if weight.own_shadow else weight.shadow
+    if kind is AdamW:
+        stochastic = _prepare(each, scale)
+        if not suits_kernel(stochastic):
+            return None
+        optimizer.state[master]["step"] += 1
+        return stochastic
     suits = (
         kind in (torch.optim.Adam, torch.optim.AdamW)
         and master.dtype == torch.float32
@@ -179,9 +187,23 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     )
 
 
+def _prepare(each: WeightUpdate, scale: float) -> AdamWeight:
+    weight, recipe = each.weight, each.recipe
+    assert isinstance(recipe.optimizer, AdamW)
+    parameter, shadow = weight.parameter, None if weight.own_shadow else weight.shadow
+    position, options = recipe.positions[parameter], recipe.options[parameter]
+    return recipe.optimizer.prepare(
+        parameter, each.grad, position=position, options=options, grad_scale=scale, shadow=shadow
+    )
+
+
 def _update(each: WeightUpdate, scale: float) -> None:
     """The optimizer's own code, in blocks if its state allows that, at the first step (which makes the state) whole."""
     weight, recipe = each.weight, each.recipe
+    if next(base for base in type(recipe.optimizer).__mro__ if "step" in vars(base)) is AdamW:
+        update_in_torch(_prepare(each, scale))
+        recipe.optimizer.state[weight.parameter]["step"] += 1
+        return
     master = weight.parameter.detach()
     state = recipe.optimizer.state.get(weight.parameter, {})
     shadow = None if weight.own_shadow else weight.shadow
