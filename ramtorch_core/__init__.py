@@ -10,6 +10,7 @@ from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
 from ramtorch_core.optim.adamw import AdamW
+from ramtorch_core.optim.offload_adamw import OffloadAdamW
 from ramtorch_core.optim.steps import why_whole
 from ramtorch_core.pipeline import Pipeline, PipelineModel, PipelineResult
 
@@ -19,6 +20,7 @@ __all__ = [
     "ChunkSpec",
     "ConfigurationError",
     "HostMemoryError",
+    "OffloadAdamW",
     "OffloadModel",
     "OffloadResult",
     "Pipeline",
