@@ -22,6 +22,7 @@ from torch import nn
 from ramtorch_core.engine.automatic_chunks import automatic_chunks
 from ramtorch_core.engine.module_tree import ModuleTree, glob_regex, is_glob, is_never_called, owns_parameters, unwrap
 from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.plan.partition import spread
 
 __all__ = ["ChunkSpec", "choose_resident", "find_chunks"]
 
@@ -95,8 +96,7 @@ def choose_resident(pin: int | Sequence[int] | Sequence[str], names: Sequence[st
         raise ConfigurationError(f"pin={k}: the number of resident chunks cannot be negative; use 0 for none")
     if k > n:
         warnings.warn(f"pin={k} exceeds the number of chunks, {n}: all of them stay resident", stacklevel=2)
-        k = n
-    return frozenset(i * n // k for i in range(k))
+    return spread(k, n)
 
 
 def _as_index(value: object) -> int:

@@ -1,4 +1,4 @@
-"""Balanced cuts of a sequence of costs into contiguous parts: which modules become which stage."""
+"""Balanced cuts of a sequence of costs into contiguous parts (which modules become which stage), and even choices."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ramtorch_core.errors import ConfigurationError
 
-__all__ = ["imbalance", "partition", "partition_by"]
+__all__ = ["imbalance", "partition", "partition_by", "spread"]
 
 
 def partition(costs: Sequence[float], parts: int, weights: Sequence[float] | None = None) -> tuple[range, ...]:
@@ -49,6 +49,15 @@ def partition_by(time: Callable[[int, int, int], float], items: int, parts: int)
     bound = slowest * (1 + 1e-12)
     _, cuts = _best(lambda *at: time(*at) ** 2, items, parts, combine=lambda a, b: a + b, bound=bound**2)
     return tuple(range(a, b) for a, b in itertools.pairwise(cuts))
+
+
+def spread(count: int, items: int) -> frozenset[int]:
+    """`count` indices of `items`, as far from each other as can be: `floor(i * items / count)`, so 0 is among them.
+
+    Chosen are chunks that stay on the GPU. A `count` beyond `items` chooses all; neither may be negative.
+    """
+    count = min(count, items)
+    return frozenset(i * items // count for i in range(count))
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[range], weights: Sequence[float] | None = None) -> float:

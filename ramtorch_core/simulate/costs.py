@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.plan.partition import spread
 
 HOST_MEMORY = "host memory"
 BOTH_WAYS = "PCIe both ways"
@@ -178,8 +179,7 @@ def resident_chunks(pin: int | Sequence[int], chunks: int) -> frozenset[int]:
     if isinstance(pin, int):
         if pin < 0:
             raise ConfigurationError(f"pin={pin}: the number of resident chunks cannot be negative; use 0 for none")
-        count = min(pin, chunks)
-        return frozenset(i * chunks // count for i in range(count))
+        return spread(pin, chunks)
     wrong = [index for index in pin if not 0 <= index < chunks]
     if wrong:
         raise ConfigurationError(f"pin: index {wrong[0]} is out of range for {chunks} chunks; use 0 ... {chunks - 1}")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.plan.partition import imbalance, partition, partition_by
+from ramtorch_core.plan.partition import imbalance, partition, partition_by, spread
 
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
@@ -82,3 +82,28 @@ def test_imbalance_is_one_for_a_perfect_cut_and_grows_with_the_slowest_part() ->
     assert imbalance([1, 1, 2], (range(1), range(1, 3))) == 1.5
     assert imbalance([2, 1], (range(1), range(1, 2)), [2.0, 1.0]) == 1.0
     assert imbalance([0, 0], (range(1), range(1, 2))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "items", "expected"),
+    [
+        (0, 5, []),
+        (1, 5, [0]),
+        (2, 5, [0, 2]),
+        (3, 12, [0, 4, 8]),
+        (5, 8, [0, 1, 3, 4, 6]),
+        (9, 3, [0, 1, 2]),
+        (2, 0, []),
+    ],
+)
+def test_a_count_is_spread_evenly_from_the_first_on(count: int, items: int, expected: list[int]) -> None:
+    assert spread(count, items) == frozenset(expected)
+
+
+def test_so_many_are_chosen_as_asked_and_gaps_differ_by_one_at_most() -> None:
+    for items in range(1, 20):
+        for count in range(1, items + 1):
+            chosen = sorted(spread(count, items))
+            gaps = [b - a for a, b in itertools.pairwise([*chosen, items])]
+            assert len(chosen) == count
+            assert max(gaps) - min(gaps) <= 1
