@@ -1,0 +1,193 @@
+"""Ranges: named stretches of a device's work, which profilers show and which listeners time.
+
+Unless a profiler runs or somebody listens, a range costs a look at two flags. Nothing here ever waits for a device: a
+listener collects what has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+from typing_extensions import Self
+
+MOST_SAMPLES = 100_000
+"""A listener that nobody asks forgets older samples."""
+
+
+class Kind(Enum):
+    """What a range is: `what` of a visit is the visit, of an op the op, of a stall the reason, else a chunk's index."""
+
+    VISIT = "visit"
+    OP = "op"
+    TRANSFER = "transfer"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+    STALL = "stall"
+
+    def label(self, what: object) -> str:
+        """As the simulator labels it: `F3`, `2F0`, `t3`, `g3`, `u3`, `stall for a transfer`."""
+        if self in (Kind.VISIT, Kind.OP):
+            return str(what)
+        if self is Kind.STALL:
+            return f"stall {what}"
+        return f"{self.value[0]}{what}" if what != -1 else f"{self.value} of what is in no chunk"
+
+
+FOR_TRANSFER = "for a transfer"
+FOR_GRADIENTS = "for gradients to leave"
+FOR_UPDATE = "for an update"
+FOR_STAGE = "for another stage"
+
+
+class Mark(Protocol):
+    """A moment of a stream, or of the host."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds between two moments that have come, of one kind."""
+
+
+class Moment:
+    """Now, on the host."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        """Always: it has come."""
+        return True
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds from `earlier` to here."""
+        return self._seconds - earlier._seconds
+
+
+class Range:
+    """A stretch under way, or over; as a context manager it ends with the context.
+
+    Attributes:
+        what: the visit or op, the index of a chunk, or a reason.
+        start, end: on the device's current stream where it began and ended, or on the host.
+        begun, ended: numbers in the order in which all ranges of the device began and ended on the host.
+    """
+
+    __slots__ = ("_owner", "_record", "_take", "begun", "end", "ended", "kind", "start", "what")
+
+    def __init__(self, owner: Ranges, kind: Kind, what: object, take: Callable[[], Mark], shown: bool) -> None:
+        self._owner, self._take, self._record = owner, take, None
+        self.kind, self.what = kind, what
+        if shown:
+            self._record = profiler.record_function(kind.label(what))
+            self._record.__enter__()
+        self.begun, self.ended = owner.tick(), -1
+        self.start = self.end = take()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it has ended on the device."""
+        return self.end.seconds_since(self.start)
+
+    def finish(self) -> None:
+        """It ends here."""
+        self.end, self.ended = self._take(), self._owner.tick()
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+            self._record = None
+        self._owner.deliver(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+
+class Listener:
+    """Gets every range of a device that ends between `listen` and `close`."""
+
+    def __init__(self, owner: Ranges) -> None:
+        self._owner = owner
+        self.waiting: deque[Range] = deque(maxlen=MOST_SAMPLES)
+
+    def collect(self) -> list[Range]:
+        """Those that the device has come to the end of, and that were not collected before. Does not wait."""
+        ended: list[Range] = []
+        still: list[Range] = []
+        for _ in range(len(self.waiting)):
+            candidate = self.waiting.popleft()
+            (ended if candidate.start.query() and candidate.end.query() else still).append(candidate)
+        self.waiting.extendleft(reversed(still))
+        return ended
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._owner.dismiss(self)
+
+
+class Ranges:
+    """Those of one device.
+
+    Args:
+        mark: takes a moment of the calling thread's current stream.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._listeners: tuple[Listener, ...] = ()
+        self._numbers = itertools.count()
+
+    def begin(self, kind: Kind, what: object, *, host: bool = False, shown: bool = True) -> Range | None:
+        """A range begins; None if nobody wants to know. `finish` ends it.
+
+        Args:
+            host: take the host's time instead of that of the current stream.
+            shown: also in profiles. Not for waiting on the device, which takes the host no time.
+        """
+        shown = shown and profiler._is_profiler_enabled
+        if not shown and not self._listeners:
+            return None
+        return Range(self, kind, what, Moment if host or not self._listeners else self._mark, shown)
+
+    def span(
+        self, kind: Kind, what: object, *, host: bool = False, shown: bool = True
+    ) -> AbstractContextManager[object]:
+        """The same for the length of a context."""
+        return self.begin(kind, what, host=host, shown=shown) or _NOTHING
+
+    def listen(self) -> Listener:
+        """Time ranges from now on."""
+        listener = Listener(self)
+        self._listeners += (listener,)
+        return listener
+
+    def dismiss(self, listener: Listener) -> None:
+        """The end of `listen`."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+    def deliver(self, ended: Range) -> None:
+        """A range has ended."""
+        for listener in self._listeners:
+            listener.waiting.append(ended)
+
+    def tick(self) -> int:
+        """The next number."""
+        return next(self._numbers)
+
+
+def finish(begun: Range | None) -> None:
+    """End a range that `begin` returned."""
+    if begun is not None:
+        begun.finish()
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

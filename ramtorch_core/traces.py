@@ -1,0 +1,58 @@
+"""Traces for Chrome and Perfetto, and the ranges that they show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, supported_activities
+
+from ramtorch_core.memory.ranges import (
+    FOR_GRADIENTS,
+    FOR_STAGE,
+    FOR_TRANSFER,
+    FOR_UPDATE,
+    Kind,
+    Listener,
+    Mark,
+    Range,
+    Ranges,
+)
+
+__all__ = [
+    "FOR_GRADIENTS",
+    "FOR_STAGE",
+    "FOR_TRANSFER",
+    "FOR_UPDATE",
+    "Kind",
+    "Listener",
+    "Mark",
+    "Range",
+    "Ranges",
+    "trace",
+]
+
+
+@contextlib.contextmanager
+def trace(path: str | PathLike[str] | None) -> Iterator[None]:
+    """Write what happens inside to `path`, for chrome://tracing or ui.perfetto.dev; None: do nothing.
+
+    Visits (`F3`, `B3`), transfers (`t3`), gradients on their way to the host (`g3`), updates on the host (`u3`), ops of
+    pipelines (`2F0`) and waits of the host (`stall for an update`) are shown in the thread that issues them, and where
+    they launch device work also on the device. A path that ends with `.gz` is compressed. Recording slows the host
+    down, so times of a trace are no measurement of a step.
+
+    Raises:
+        RuntimeError: another profiler runs.
+    """
+    if path is None:
+        yield
+        return
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # updates and the stages of pipelines have their own
+    with profile(activities=supported_activities(), experimental_config=every_thread) as profiler:
+        yield
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
