@@ -1,0 +1,130 @@
+"""Runs of a model that leave it as it was, and the activations that they keep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ramtorch_core.engine.modules import tensors_in
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.visits import Activations
+from ramtorch_core.errors import ConfigurationError
+
+
+class Discard(torch.optim.Optimizer):
+    """Steps by doing nothing, so that gradients take no more host memory than on their way."""
+
+    update_granularity = "parameter"
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing changes."""
+
+
+class Run:
+    """Steps of the model."""
+
+    def __init__(self, streamer: Streamer, step: Callable[[], Tensor], autocast: torch.dtype | None) -> None:
+        self.streamer, self._step, self._autocast = streamer, step, autocast
+        self._discard = Discard([p for p in streamer.root.parameters() if p.requires_grad])
+
+    def forward(self) -> Tensor:
+        """The loss of one forward."""
+        kind = self.streamer.device.torch.type
+        with torch.autocast(kind, self._autocast, enabled=self._autocast is not None), self.streamer.scope():
+            return self._step()
+
+    def train(self) -> None:
+        """Forward, backward, and an update that does nothing."""
+        loss = self.forward()
+        if not loss.requires_grad:
+            raise ConfigurationError("the loss has no gradient: no parameter that it depends on is trained")
+        with self.streamer.updates.overlap(self._discard):
+            loss.backward()
+        self._discard.step()
+        self._discard.zero_grad()
+
+
+@dataclass(slots=True)
+class Footprint:
+    """Bytes of a chunk's activations, and arithmetic operations of its forward where they are counted."""
+
+    kept: int = 0
+    boundary: int = 0
+    operations: int = 0
+
+
+def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[Footprint]:
+    """Of what is in no chunk, and of each group: one forward that would keep everything for backward, but only counts.
+
+    Args:
+        operations: how many there were so far.
+    """
+    chunks = [chunk.module for chunk in run.streamer.census.chunks if chunk.group is not None]
+    footprints = [Footprint() for _ in range(1 + len(chunks))]
+    inside = [footprints[0]]  # chunks under way
+    seen = 0
+    counted: dict[int, StorageWeakRef] = {}
+    inputs: dict[int, StorageWeakRef] = {}
+
+    def count(tensor: Tensor, known: dict[int, StorageWeakRef]) -> int:
+        """Bytes of the storage, the first time; while it is referred to, no other one gets its address."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in known:
+            return 0
+        known[storage._cdata] = StorageWeakRef(storage)
+        return int(storage.nbytes())
+
+    def pack(tensor: Tensor) -> None:
+        inside[-1].kept += count(tensor, counted)
+
+    def attribute() -> None:
+        nonlocal seen
+        now = operations()
+        inside[-1].operations += now - seen
+        seen = now
+
+    @contextlib.contextmanager
+    def watching() -> Iterator[None]:
+        handles = []
+        for footprint, chunk in zip(footprints[1:], chunks, strict=True):
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, footprint: Footprint = footprint) -> None:
+                attribute()
+                footprint.boundary += sum(count(tensor, inputs) for tensor in tensors_in((args, kwargs)))
+                inside.append(footprint)
+
+            def leave(*_: Any) -> None:
+                attribute()
+                inside.pop()
+
+            handles.append(chunk.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(chunk.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    visits = run.streamer._visits
+    policy, visits.activations = visits.activations, Activations.KEEP
+    try:
+        with watching(), saved_tensors_hooks(pack, _unpack):
+            run.forward()
+        attribute()
+    finally:
+        visits.activations = policy
+    return footprints
+
+
+def _unpack(_: None) -> Tensor:
+    raise AssertionError("this graph has no backward")

@@ -1,0 +1,237 @@
+"""Predicts steps on this machine or another one: `calibrate` a model, then `predict` and `recommend` plans for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ramtorch_core.engine.calibration import Calibration, ChunkMeasure, calibrate_chunks
+from ramtorch_core.engine.chunks import ChunkSpec
+from ramtorch_core.engine.modules import tensors_in
+from ramtorch_core.engine.rates import UPDATE_BYTES, Rates, known_rates
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.memory.device import Device
+from ramtorch_core.plan.schedule import Schedule
+from ramtorch_core.simulate import (
+    Choice,
+    ChunkCost,
+    Machine,
+    Optimizer,
+    PipelinePlan,
+    PipelineResult,
+    StreamingPlan,
+    StreamingResult,
+    choose,
+    simulate_pipeline,
+    simulate_streaming,
+)
+
+__all__ = [
+    "Calibration",
+    "ChunkCost",
+    "ChunkMeasure",
+    "Machine",
+    "Optimizer",
+    "PipelinePlan",
+    "Prediction",
+    "Rates",
+    "StreamingPlan",
+    "calibrate",
+    "costs",
+    "extra_bytes",
+    "machine",
+    "mean_loss",
+    "predict",
+    "predict_pipeline",
+    "rates_of",
+    "recommend",
+]
+
+STATE_BYTES = 8
+"""Of AdamW, per trained parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan would cost.
+
+    Attributes:
+        seconds: per step.
+        peak_bytes: of device memory.
+    """
+
+    seconds: float
+    peak_bytes: float
+    result: StreamingResult
+
+
+def calibrate(
+    module: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    step: Callable[[], Tensor] | None = None,
+    device: torch.device | str | int = "cuda",
+    chunks: ChunkSpec = None,
+    resident_below: int = 1 << 20,
+    autocast: torch.dtype | None = None,
+    steps: int = 3,
+    host_memory: int | None = None,
+    rates: Rates | None = None,
+) -> Calibration:
+    """Measure what the chunks of `module` cost, by training a few steps on one microbatch, streamed and checkpointed.
+
+    Weights and gradients stay as they are. It takes the time of about seven steps, and, the first time on a machine,
+    some seconds for its rates, which are then kept in the user's cache folder.
+
+    Args:
+        module: its parameters are on the host.
+        batch: one microbatch: a tensor, or a tuple of arguments; tensors are moved to `device`.
+        loss_fn: of the module's output; by default the mean of its tensors.
+        step: instead of calling `module` on `batch`: computes and returns the loss.
+        device: where to compute.
+        chunks, resident_below, host_memory: as for `attach`.
+        autocast: the dtype to compute in.
+        steps: how many are timed.
+        rates: of the machine; by default the known ones.
+
+    Raises:
+        ConfigurationError: nothing streams, or the loss does not depend on what does.
+        HostMemoryError: too little host memory.
+    """
+    target = Device(device)
+    batch = tree_map_only(Tensor, lambda tensor: tensor.to(target.torch), batch)
+
+    def forward() -> Tensor:
+        output = module(*batch) if isinstance(batch, tuple) else module(batch)
+        return mean_loss(output) if loss_fn is None else loss_fn(output)
+
+    return calibrate_chunks(
+        module,
+        step or forward,
+        target,
+        rates or known_rates(target),
+        chunks=chunks,
+        resident_below=resident_below,
+        host_memory=host_memory,
+        steps=steps,
+        autocast=autocast,
+    )
+
+
+def rates_of(device: torch.device | str | int) -> Rates:
+    """The rates of this machine, measured if they are not known."""
+    return known_rates(Device(device))
+
+
+def machine(rates: Rates, gpu_bytes: float | None = None) -> Machine:
+    """The simulator's machine; with `gpu_bytes` one with so much device memory."""
+    return Machine(
+        h2d=rates.h2d,
+        d2h=rates.d2h,
+        both_ways=rates.both_ways,
+        host_memory=rates.host_memory,
+        gpu_bytes=rates.device_bytes if gpu_bytes is None else gpu_bytes,
+        host_update=rates.host_update,
+        gpu_update=rates.device_update,
+    )
+
+
+def costs(calibration: Calibration, microbatches: int = 1, rates: Rates | None = None) -> list[ChunkCost]:
+    """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
+
+    Compute in no chunk counts as part of the last chunk's backward.
+
+    Args:
+        rates: of another machine with the same device.
+    """
+    rates = rates or calibration.rates
+    found = [_cost(chunk, rates, microbatches) for chunk in calibration.chunks]
+    found[-1] = replace(found[-1], backward=found[-1].backward + calibration.outside)
+    return found
+
+
+def extra_bytes(calibration: Calibration) -> float:
+    """Bytes of device memory in no chunk (inputs, the loss, work space): what the measured peak has beyond the plan."""
+    if calibration.peak_bytes is None:
+        return 0.0
+    plan = StreamingPlan(window=calibration.window, optimizer=Optimizer.OVERLAPPED)
+    return max(0.0, calibration.peak_bytes - simulate_streaming(costs(calibration), plan).peak_bytes)
+
+
+def predict(calibration: Calibration, plan: StreamingPlan, on: Machine | None = None) -> Prediction:
+    """Simulate `plan`, by default on the calibrated machine."""
+    result = simulate_streaming(costs(calibration, plan.microbatches), plan, on or machine(calibration.rates))
+    return Prediction(result.seconds, result.peak_bytes + extra_bytes(calibration), result)
+
+
+def recommend(calibration: Calibration, on: Machine | None = None, base: StreamingPlan | None = None) -> Choice:
+    """The fastest window, resident chunks and activation policy that fit; see `simulate.choose`.
+
+    Args:
+        base: what is not chosen: microbatches and the like.
+
+    Raises:
+        ConfigurationError: nothing fits.
+    """
+    found = costs(calibration, 1 if base is None else base.microbatches)
+    return choose(found, on or machine(calibration.rates), base=base, extra_bytes=extra_bytes(calibration))
+
+
+def predict_pipeline(
+    calibration: Calibration, schedule: Schedule, first_chunks: Sequence[int], plan: PipelinePlan | None = None
+) -> PipelineResult:
+    """Simulate a step of a pipeline of resident stages, without its optimizer.
+
+    Args:
+        first_chunks: of each stage but the first, the index of its first chunk.
+
+    Raises:
+        ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
+    """
+    found = costs(calibration, schedule.microbatches)
+    cuts = [0, *first_chunks, len(found)]
+    if cuts != sorted(set(cuts)):
+        raise ConfigurationError(
+            f"first_chunks={list(first_chunks)}: give rising indices between 1 and {len(found) - 1}"
+        )
+    stages = [found[start:end] for start, end in itertools.pairwise(cuts)]
+    return simulate_pipeline(schedule, stages, plan or PipelinePlan(), machine(calibration.rates))
+
+
+def _cost(chunk: ChunkMeasure, rates: Rates, microbatches: int) -> ChunkCost:
+    width = chunk.master_bytes / max(1, chunk.parameters)
+    summed = chunk.trained * width  # several microbatches are added up in the master's dtype
+    gradient_bytes = chunk.gradient_bytes if microbatches == 1 else summed
+    shadow_bytes = chunk.weight_bytes if chunk.weight_bytes < chunk.master_bytes else 0
+    return ChunkCost(
+        forward=chunk.forward,
+        backward=chunk.backward,
+        transfer=chunk.weight_bytes / rates.h2d,
+        gradient=gradient_bytes / rates.d2h,
+        update=chunk.trained * rates.host_update,
+        device_update=chunk.trained * rates.device_update,
+        state_in=(summed + chunk.trained * STATE_BYTES) / rates.h2d,
+        state_out=(summed + chunk.trained * STATE_BYTES + chunk.weight_bytes) / rates.d2h,
+        weight_bytes=chunk.weight_bytes,
+        master_bytes=chunk.master_bytes,
+        gradient_bytes=gradient_bytes,
+        state_bytes=chunk.trained * STATE_BYTES,
+        update_bytes=chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes,
+        kept_bytes=chunk.kept_bytes,
+        boundary_bytes=chunk.boundary_bytes,
+    )
+
+
+def mean_loss(output: Any) -> Tensor:
+    """A loss of any output: the mean of its tensors, added up."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not tensors:
+        raise ConfigurationError("the module's output has no tensor with a gradient: pass loss_fn= or step=")
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

@@ -1,0 +1,165 @@
+"""Calibration: times by chunk, activation bytes, and that the model is left as it was."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stream_cases import Block, assert_same, data, stack, state_of
+from torch import Tensor, nn
+
+from ramtorch_core import ConfigurationError
+from ramtorch_core.engine import calibration, rates
+from ramtorch_core.engine.calibration import calibrate_chunks
+from ramtorch_core.engine.rates import Rates, known_rates, measure_rates
+from ramtorch_core.memory.device import Device
+
+RATES = Rates(1e9, 1e9, 1.5e9, 4e9, 1e-9, 1e-10, None)
+CPU = Device("cpu")
+
+
+def calibrated(model: nn.Module, step: Any = None, **options: Any) -> calibration.Calibration:
+    step = step or (lambda: model(data()).square().mean())
+    return calibrate_chunks(model, step, CPU, RATES, **{"chunks": "blocks.*", "resident_below": 0, **options})
+
+
+def test_every_chunk_is_measured_and_the_model_stays_as_it_was() -> None:
+    model = stack(3)
+    model(data()).mean().backward()
+    before, grads = state_of(model), {p: p.grad for p in model.parameters()}
+    found = calibrated(model)
+    assert_same(state_of(model), before)
+    assert all(p.grad is grads[p] for p in model.parameters())
+    assert [chunk.name for chunk in found.chunks] == ["blocks.0", "blocks.1", "blocks.2"]
+    expected = sum(p.numel() for p in Block().parameters())
+    for chunk in found.chunks:
+        assert (chunk.parameters, chunk.trained) == (expected, expected)
+        assert chunk.master_bytes == chunk.gradient_bytes == 4 * expected <= chunk.weight_bytes
+        assert chunk.forward > 0
+        assert chunk.backward >= 0
+    assert found.outside >= 0
+    assert found.peak_bytes is None
+
+
+class Plain(nn.Module):
+    """Saves exactly its input and the product's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_activations_are_counted_once_where_they_are_saved_first() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Plain(), Plain()])
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    x = data(0, 5, 8)
+    found = calibrated(model, lambda: model(x).sum())
+    first, second = found.chunks
+    assert first.boundary_bytes == second.boundary_bytes == x.nbytes
+    assert first.kept_bytes == 2 * x.nbytes  # its input, and tanh's output, which is the second one's input
+    assert second.kept_bytes == x.nbytes  # tanh's output
+
+
+def test_waits_inside_of_a_visit_are_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+
+    class Tick:
+        """Each look at the clock comes a second after the one before."""
+
+        def __init__(self) -> None:
+            self.at = next(ticks)
+
+        def query(self) -> bool:
+            return True
+
+        def seconds_since(self, earlier: "Tick") -> float:
+            return float(self.at - earlier.at)
+
+    device = Device("cpu")
+    monkeypatch.setattr(device.ranges, "_mark", Tick)
+    monkeypatch.setattr(device, "mark", Tick)
+    model = stack(2)
+    found = calibrate_chunks(model, lambda: model(data()).mean(), device, RATES, chunks="blocks.*", resident_below=0)
+    # A visit looks at its begin and its end. In a backward so do the wait for a staging buffer and the copy of the
+    # gradient, five seconds in all; two of them do not count, and one is the recompute's.
+    assert [chunk.forward for chunk in found.chunks] == [1.0, 1.0]
+    assert [chunk.backward for chunk in found.chunks] == [2.0, 2.0]
+
+
+def test_autocast_halves_what_crosses() -> None:
+    full, half = (calibrated(stack(2), autocast=dtype).chunks[0] for dtype in (None, torch.bfloat16))
+    assert half.weight_bytes < full.weight_bytes
+    assert half.gradient_bytes < full.gradient_bytes
+    assert half.master_bytes == full.master_bytes
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    model = stack(2)
+    model.blocks[1].up.requires_grad_(False)
+    first, second = calibrated(model).chunks
+    assert second.parameters == first.parameters
+    assert second.trained == first.trained - sum(p.numel() for p in model.blocks[1].up.parameters())
+
+
+def test_a_loss_without_gradient_and_a_model_that_does_not_stream_are_refused() -> None:
+    model = stack(2)
+    with pytest.raises(ConfigurationError, match="no gradient"):
+        calibrated(model, lambda: model(data()).detach().mean())
+    with pytest.raises(ConfigurationError, match="nothing streams"):
+        calibrated(model, resident_below=1 << 30)
+    descended = copy.deepcopy(model)
+    assert torch.equal(descended(data()), model(data()))
+
+
+# ------------------------------------------------------------------ rates
+
+
+def test_rates_of_the_host_are_positive() -> None:
+    found = measure_rates(CPU, copy_bytes=1 << 20, parameters=1 << 14)
+    for value in (found.h2d, found.d2h, found.both_ways, found.host_memory, found.host_update, found.device_update):
+        assert value > 0
+    assert found.device_bytes is None
+
+
+def test_rates_are_measured_once_per_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(device: Device) -> Rates:
+        measured.append(device)
+        return RATES
+
+    monkeypatch.setattr(rates, "measure_rates", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert known_rates(CPU) == known_rates(CPU) == RATES
+    assert len(measured) == 1
+    known_rates(CPU, anew=True)
+    assert len(measured) == 2
+    monkeypatch.setattr(rates.platform, "node", lambda: "another machine")
+    known_rates(CPU)
+    assert len(measured) == 3
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", '{"x": 1}'])
+def test_a_spoilt_file_only_costs_measuring_again(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "machines.json"
+    file.write_text(content)
+    monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+    assert known_rates(CPU, file=file) == RATES
+    monkeypatch.setattr(rates, "measure_rates", lambda device: pytest.fail("it is known"))
+    assert known_rates(CPU, file=file) == RATES
+    assert known_rates(CPU, file=file) == RATES
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+    assert known_rates(CPU, file=tmp_path / "file" / "machines.json") == RATES

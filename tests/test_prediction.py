@@ -1,0 +1,102 @@
+"""Predictions from a calibration: costs, plans, and pipelines."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stream_cases import data, stack
+from torch import nn
+
+from ramtorch_core import ConfigurationError
+from ramtorch_core.plan.schedule import build
+from ramtorch_core.prediction import (
+    Calibration,
+    ChunkMeasure,
+    Optimizer,
+    Rates,
+    StreamingPlan,
+    calibrate,
+    costs,
+    extra_bytes,
+    machine,
+    predict,
+    predict_pipeline,
+    recommend,
+)
+
+RATES = Rates(10.0, 5.0, 12.0, 1000.0, 0.1, 0.01, 2000)
+CHUNK = ChunkMeasure("blocks.0", 10, 10, 40, 20, 20, 1.0, 2.0, 300, 30)
+CALIBRATION = Calibration(RATES, (CHUNK,) * 3, outside=0.5, window=2, peak_bytes=None)
+
+
+def test_costs_follow_from_measures_and_rates() -> None:
+    first, _, last = costs(CALIBRATION)
+    assert (first.forward, first.backward, last.backward) == (1.0, 2.0, 2.5)
+    assert (first.transfer, first.gradient, first.update) == (2.0, 4.0, 1.0)
+    assert (first.weight_bytes, first.master_bytes, first.state_bytes) == (20, 40, 80)
+    assert first.update_bytes == 10 * (28 - 4 + 2 + 2)
+
+
+def test_gradients_of_several_microbatches_cross_in_the_masters_dtype() -> None:
+    assert costs(CALIBRATION, 4)[0].gradient == 8.0
+
+
+def test_what_the_measured_peak_has_beyond_the_plan_is_added_to_every_prediction() -> None:
+    plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+    bare = predict(CALIBRATION, plan).peak_bytes
+    measured = replace(CALIBRATION, peak_bytes=int(bare) + 77)
+    assert extra_bytes(measured) == 77
+    assert predict(measured, plan).peak_bytes == bare + 77
+    assert extra_bytes(CALIBRATION) == 0
+    assert extra_bytes(replace(CALIBRATION, peak_bytes=1)) == 0
+
+
+def test_a_recommendation_fits_the_devices_memory() -> None:
+    choice = recommend(CALIBRATION)
+    assert choice.peak_bytes <= 2000
+    small = recommend(CALIBRATION, on=machine(RATES, gpu_bytes=700))
+    assert small.peak_bytes <= 700
+    assert small.seconds >= choice.seconds
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
+    even = replace(CALIBRATION, chunks=(CHUNK,) * 4, outside=0.0)
+    found = predict_pipeline(even, build("gpipe", 2, 4), [2])
+    assert found.seconds == pytest.approx(5 * 6.0)
+    assert found.bubble == pytest.approx(1 / 5)
+    for cuts in ([0], [4], [3, 2]):
+        with pytest.raises(ConfigurationError, match="first_chunks"):
+            predict_pipeline(even, build("gpipe", len(cuts) + 1, 4), cuts)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_model_is_calibrated_and_predicted(autocast: torch.dtype | None) -> None:
+    found = calibrate(
+        stack(4), data(), device="cpu", chunks="blocks.*", resident_below=0, autocast=autocast, steps=1, rates=RATES
+    )
+    for checkpoint in (False, True):
+        prediction = predict(found, StreamingPlan(window=2, checkpoint=checkpoint, optimizer=Optimizer.OVERLAPPED))
+        assert prediction.seconds >= sum(chunk.forward + chunk.backward for chunk in found.chunks)
+
+
+def test_batches_of_several_arguments_and_own_losses_and_steps_work() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"out": self.blocks[1](self.blocks[0](a) + b)}
+
+    model, options = Two(), {"device": "cpu", "chunks": "blocks.*", "resident_below": 0, "steps": 1, "rates": RATES}
+    pair = (data(), data(1))
+    assert len(calibrate(model, pair, **options).chunks) == 2
+    assert len(calibrate(model, pair, loss_fn=lambda out: out["out"].sum(), **options).chunks) == 2
+    assert len(calibrate(model, None, step=lambda: model(*pair)["out"].sum(), **options).chunks) == 2
+    with pytest.raises(ConfigurationError, match="loss_fn"):
+        calibrate(nn.Sequential(stack(2), NoGradient()), data(), **(options | {"chunks": "*.blocks.*"}))
+
+
+class NoGradient(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
