@@ -1,0 +1,24 @@
+"""The comparison of predictions with measurements runs, at a tiny size on the CPU."""
+
+import json
+from pathlib import Path
+
+import prediction
+import pytest
+
+from ramtorch_core.engine import rates
+from ramtorch_core.engine.rates import Rates
+
+
+def test_every_plan_and_schedule_gets_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(rates, "measure_rates", lambda device: Rates(1e10, 1e10, 1e10, 1e10, 1e-9, 1e-9, None))
+    output = tmp_path / "predictions.json"
+    report = prediction.main(
+        "--layers 1 --width 128 --batch 1 --seq 8 --steps 1 --windows 1 --microbatches 1 2 --pipeline-microbatches 2 "
+        f"--schedules gpipe zb_h1 --pipeline-devices cpu cpu --device cpu --resident-below 0 --output {output}".split()
+    )
+    assert len(report["rows"]) == 2 * 2 * 2 + 2
+    assert all(row["predicted"] > 0 and row["measured"] > 0 for row in report["rows"])
+    assert json.loads(output.read_text())["rows"] == report["rows"]
+    assert [chunk["name"] for chunk in report["calibration"]["chunks"]] == ["0", "1", "2"]
