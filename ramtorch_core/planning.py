@@ -1,0 +1,141 @@
+"""Plans without a device and without values: will a model fit a machine, with which knobs, and how fast?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ramtorch_core.engine.chunks import ChunkSpec
+from ramtorch_core.engine.estimate import estimate_chunks
+from ramtorch_core.engine.modules import tensors_in
+from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
+from ramtorch_core.memory.staging import STAGING_BUFFERS
+from ramtorch_core.prediction import STATE_BYTES, Calibration, Optimizer, StreamingPlan, costs, mean_loss
+from ramtorch_core.simulate import simulate_streaming
+from ramtorch_core.simulate.costs import resident_chunks
+
+__all__ = ["Estimate", "Subject", "describe_machine", "estimate", "host_bytes"]
+
+BOTH_WAYS = 1.67
+"""What PCIe moves in both directions at once, as a multiple of one direction."""
+LOSS_BYTES = 12
+"""Device memory of a loss per element of the model's output: a float32 copy, its logarithm, and its gradient."""
+SHADOW_BYTES = 4
+"""Host memory traffic per parameter besides the update: a bfloat16 gradient is read, a bfloat16 shadow written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to be estimated.
+
+    Attributes:
+        forward: a forward of one microbatch, which returns the output; None where there is no example of a batch.
+        chunks: as for `attach`.
+    """
+
+    module: nn.Module
+    forward: Callable[[], Any] | None = None
+    chunks: ChunkSpec = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a model would cost; `parameters` and `trained` count all of it, also what does not stream."""
+
+    calibration: Calibration
+    parameters: int
+    trained: int
+    bytes: int
+
+
+def describe_machine(*, device_bytes: float, pcie: float, host_memory: float, device_update: float = 0.01e-9) -> Rates:
+    """The rates of a machine that is not here.
+
+    Args:
+        device_bytes: memory of the device.
+        pcie: bytes per second in one direction, from page-locked memory.
+        host_memory: bytes per second that the host's memory reads and writes; AdamW on the host is bound by it.
+        device_update: seconds per parameter of AdamW on the device.
+    """
+    return Rates(
+        h2d=pcie,
+        d2h=pcie,
+        both_ways=BOTH_WAYS * pcie,
+        host_memory=host_memory,
+        host_update=(UPDATE_BYTES - SHADOW_BYTES + 2 * 2) / host_memory,
+        device_update=device_update,
+        device_bytes=int(device_bytes),
+    )
+
+
+def estimate(
+    build: Callable[[], Subject],
+    rates: Rates,
+    operations_per_second: float,
+    *,
+    tokens: int = 0,
+    resident_below: int = 1 << 20,
+    autocast: torch.dtype | None = None,
+) -> Estimate:
+    """Build a model without memory for its values, and estimate its chunks on a machine.
+
+    Args:
+        build: makes the model; it runs under `FakeTensorMode`, where tensors have shapes and no values.
+        operations_per_second: what the device sustains in matrix products.
+        tokens: per microbatch, for subjects without a forward.
+        resident_below: bytes, as for `attach`.
+        autocast: the dtype to compute in.
+
+    Raises:
+        ConfigurationError: nothing streams.
+    """
+    loss_elements = 0
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        subject = build()
+
+        def step() -> Tensor:
+            nonlocal loss_elements
+            assert subject.forward is not None
+            output = subject.forward()
+            loss_elements = sum(tensor.numel() for tensor in tensors_in(output) if tensor.is_floating_point())
+            return mean_loss(output)
+
+        parameters = list(subject.module.parameters())
+        numbers = [(p.numel(), p.requires_grad, p.nbytes) for p in parameters]
+        found = estimate_chunks(
+            subject.module,
+            None if subject.forward is None else step,
+            rates,
+            operations_per_second,
+            tokens=tokens,
+            chunks=subject.chunks,
+            resident_below=resident_below,
+            autocast=autocast,
+        )
+    plan = StreamingPlan(window=found.window, optimizer=Optimizer.OVERLAPPED)
+    rest = sum(size for _, _, size in numbers) - sum(chunk.master_bytes for chunk in found.chunks)
+    beside = LOSS_BYTES * loss_elements + rest
+    peak = simulate_streaming(costs(found), plan).peak_bytes + beside
+    return Estimate(
+        calibration=replace(found, peak_bytes=int(peak)),
+        parameters=sum(count for count, _, _ in numbers),
+        trained=sum(count for count, trains, _ in numbers if trains),
+        bytes=sum(size for _, _, size in numbers),
+    )
+
+
+def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
+    """Host memory that training under `plan` takes: masters, shadows, moments, and gradients on their way."""
+    chunks = found.calibration.chunks
+    resident = resident_chunks(plan.pin, len(chunks))
+    streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
+    gone = sum(chunks[index].master_bytes + chunks[index].trained * STATE_BYTES for index in resident)
+    shadows = sum(chunk.weight_bytes for chunk in streamed if chunk.weight_bytes < chunk.master_bytes)
+    staging = min(STAGING_BUFFERS, len(streamed)) * max((chunk.weight_bytes for chunk in streamed), default=0)
+    return found.bytes + found.trained * STATE_BYTES - gone + shadows + staging

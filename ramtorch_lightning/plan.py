@@ -1,0 +1,195 @@
+"""Will a LightningModule fit, with which knobs, and how fast: `python -m ramtorch_lightning.plan --help`.
+
+The model is built without memory for its values, so a laptop can plan for any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramtorch_core import ConfigurationError
+from ramtorch_core.errors import RamtorchError
+from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, host_bytes
+from ramtorch_core.prediction import Optimizer, Rates, StreamingPlan, machine, predict, rates_of, recommend
+from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.plan_config import Configuration, from_config, from_name
+
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20}
+_KNOBS = ("window", "pin", "activations")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; returns 0 if the model fits, 1 if it does not, 2 if that cannot be told."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        if (options.config is None) == (options.model is None):
+            raise ConfigurationError("name the model, as module:Class, or pass --config, not both")
+        chosen = from_config(options.config) if options.model is None else from_name(options.model, options.init)
+        rates, source = _machine(options)
+        found = _estimate(chosen, rates, options)
+    except (ConfigurationError, RamtorchError) as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    lines, fits = _report(chosen, found, rates, source, options)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if fits else 1
+
+
+def _machine(options: argparse.Namespace) -> tuple[Rates, str]:
+    """The machine that the flags describe, or this one."""
+    if options.gpu is None and options.pcie is None and torch.accelerator.is_available():
+        rates = rates_of("cuda")
+        return rates, "this machine, as measured"
+    if options.gpu is None:
+        raise ConfigurationError("no GPU is here: describe one, for example --gpu 24GB --pcie 25 --tflops 150")
+    rates = describe_machine(
+        device_bytes=options.gpu, pcie=1e9 * (options.pcie or 25.0), host_memory=1e9 * options.ram_speed
+    )
+    return rates, "as described"
+
+
+def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) -> Estimate:
+    precision = str(options.precision or chosen.precision)
+
+    def build() -> Subject:
+        module = chosen.build()
+        spec = chunk_spec(module, chosen.strategy.get("chunks"))
+        example = getattr(module, "example_input_array", None)
+        if options.tokens or example is None:
+            if not options.tokens:
+                raise ConfigurationError(
+                    f"{type(module).__name__} has no example_input_array, from which activations and arithmetic would "
+                    f"follow: set it, or pass --tokens, the number of tokens of one microbatch"
+                )
+            return Subject(module, None, spec)
+        inputs = _resized(example, options.batch)
+
+        def forward() -> Any:
+            try:
+                if isinstance(inputs, Mapping):
+                    return module(**inputs)
+                return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+            except (ConfigurationError, RamtorchError):
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"the forward of {type(module).__name__} cannot run on shapes alone ({error}): pass --tokens"
+                ) from error
+
+        return Subject(module, forward, spec)
+
+    return estimate(
+        build,
+        rates,
+        1e12 * options.tflops,
+        tokens=options.tokens or 0,
+        resident_below=int(chosen.strategy.get("resident_below", 1 << 20)),
+        autocast=_DTYPES.get(precision),
+    )
+
+
+def _report(
+    chosen: Configuration, found: Estimate, rates: Rates, source: str, options: argparse.Namespace
+) -> tuple[list[str], bool]:
+    chunks = found.calibration.chunks
+    base = StreamingPlan(microbatches=options.microbatches or chosen.accumulate, optimizer=Optimizer.OVERLAPPED)
+    largest = max(chunks, key=lambda chunk: chunk.weight_bytes)
+    lines = [
+        f"model    {chosen.name}: {found.parameters:,} parameters, {found.trained:,} of them trained; "
+        f"{len(chunks)} chunks stream, the largest is {largest.name} with {largest.weight_bytes / 1e6:,.1f} MB",
+        f"machine  {source}: {(rates.device_bytes or 0) / 1e9:.1f} GB on the GPU, {rates.h2d / 1e9:.1f} GB/s over "
+        f"PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, {options.tflops:g} TFLOP/s",
+    ]
+    if not any(chunk.kept_bytes for chunk in chunks):
+        lines.append("         activations and the loss are not counted: there is no example_input_array")
+    fits = True
+    knobs = {name: chosen.strategy[name] for name in _KNOBS if name in chosen.strategy}
+    if knobs:
+        plan = _configured(base, knobs)
+        prediction = predict(found.calibration, plan)
+        enough = prediction.peak_bytes <= (rates.device_bytes or 0)
+        fits &= enough
+        lines.append(
+            f"given    {', '.join(f'{name}={value}' for name, value in knobs.items())}: {prediction.seconds:.4g} s per "
+            f"step, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: {'fits' if enough else 'does not fit'}"
+        )
+    try:
+        choice = recommend(found.calibration, machine(rates), base)
+    except ConfigurationError as error:
+        return [*lines, f"GPU      does not fit: {error}"], False
+    lines.append("GPU      fits; the fastest plan, and what more would buy:")
+    lines += [f"         {line}" for line in str(choice).splitlines()]
+    needed = host_bytes(found, _configured(base, knobs) if knobs else choice.plan)
+    verdict = ""
+    if options.ram is not None:
+        verdict = f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
+        fits &= needed <= options.ram
+    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients on their way)")
+    return lines, fits
+
+
+def _configured(base: StreamingPlan, knobs: Mapping[str, Any]) -> StreamingPlan:
+    pin = knobs.get("pin", 0)
+    if not isinstance(pin, int) and not all(isinstance(index, int) for index in pin):
+        raise ConfigurationError(f"pin={pin}: chunks by name cannot be planned, give a count or indices")
+    return StreamingPlan(
+        window=int(knobs.get("window", 2)),
+        pin=pin if isinstance(pin, int) else tuple(pin),
+        checkpoint=knobs.get("activations", "checkpoint") != "keep",
+        microbatches=base.microbatches,
+        optimizer=base.optimizer,
+    )
+
+
+def _resized(example: Any, batch: int | None) -> Any:
+    """The example without values, with another first dimension if one is given."""
+    if isinstance(example, Tensor):
+        size = example.shape if batch is None or not example.dim() else (batch, *example.shape[1:])
+        return torch.zeros(size, dtype=example.dtype)
+    if isinstance(example, Mapping):
+        return {key: _resized(value, batch) for key, value in example.items()}
+    if isinstance(example, list | tuple):
+        return tuple(_resized(value, batch) for value in example)
+    return example
+
+
+def _size(text: str) -> float:
+    """Bytes, from for example `24GB` or `64GiB`."""
+    for unit, factor in _UNITS.items():
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number with one of {', '.join(_UNITS)}, as in 24GB")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ramtorch_lightning.plan",
+        description="Will it fit, with which knobs, and how fast? Nothing is allocated and no GPU is needed.",
+    )
+    parser.add_argument("model", nargs="?", help="a LightningModule, as module:Class")
+    parser.add_argument("--init", nargs="*", default=[], metavar="NAME=VALUE", help="arguments of the class")
+    parser.add_argument("--config", help="a configuration file of LightningCLI, instead of the model's name")
+    parser.add_argument("--gpu", type=_size, help="memory of the GPU, as in 24GB; without it, this machine is measured")
+    parser.add_argument("--ram", type=_size, help="memory of the host, as in 64GB")
+    parser.add_argument("--pcie", type=float, help="GB/s in one direction (25, if a GPU is described)")
+    parser.add_argument(
+        "--ram-speed", type=float, default=60.0, help="GB/s of the host's memory, if a GPU is described"
+    )
+    parser.add_argument("--tflops", type=float, default=150.0, help="what the GPU sustains in this precision (150)")
+    parser.add_argument("--batch", type=int, help="samples per microbatch, instead of those of example_input_array")
+    parser.add_argument("--tokens", type=int, help="tokens per microbatch, where there is no example_input_array")
+    parser.add_argument("--microbatches", type=int, help="accumulated per step, instead of the configuration's")
+    parser.add_argument("--precision", help="of the Trainer, instead of the configuration's")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,110 @@
+"""Which model is planned: from a name, or from a configuration file of LightningCLI."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ramtorch_core import ConfigurationError
+from ramtorch_lightning._lightning import is_overridden, pl
+
+__all__ = ["Configuration", "from_config", "from_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A model that is not built yet, and what a Trainer would be told.
+
+    Attributes:
+        make: builds it.
+        strategy: arguments of OffloadStrategy.
+        accumulate: batches per step.
+    """
+
+    name: str
+    make: Callable[[], pl.LightningModule]
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "bf16-mixed"
+    accumulate: int = 1
+
+    def build(self) -> pl.LightningModule:
+        """The model, with what `configure_model` adds."""
+        module = self.make()
+        if not isinstance(module, pl.LightningModule):
+            raise ConfigurationError(f"{self.name} is no LightningModule, but a {type(module).__name__}")
+        if is_overridden("configure_model", module, pl.LightningModule):
+            module.configure_model()
+        return module
+
+
+def from_name(name: str, init: Sequence[str]) -> Configuration:
+    """`module:Class`, with arguments as `name=value`; values are Python literals, or else strings.
+
+    Raises:
+        ConfigurationError: there is no such class, or an argument without `=`.
+    """
+    options = {}
+    for pair in init:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--init {pair}: write NAME=VALUE")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    cls = _find(name)
+    return Configuration(cls.__name__, lambda: cls(**options))
+
+
+def from_config(path: str) -> Configuration:
+    """A YAML file as LightningCLI writes it, with `model: {class_path: ..., init_args: ...}`.
+
+    Raises:
+        ConfigurationError: the file names no model.
+    """
+    if not Path(path).is_file():
+        raise ConfigurationError(f"--config {path}: there is no such file")
+    saving: Any = importlib.import_module(f"{pl.__name__}.core.saving")
+    config: Mapping[str, Any] = saving.load_hparams_from_yaml(path)
+    model = config.get("model")
+    if not isinstance(model, Mapping) or "class_path" not in model:
+        raise ConfigurationError(
+            f"{path} names no model (model: class_path: ...): LightningCLI leaves it out where the program fixes the "
+            f"class. Pass module:Class instead of --config, with --init"
+        )
+    trainer = config.get("trainer") or {}
+    strategy = trainer.get("strategy")
+    given = strategy.get("init_args") if isinstance(strategy, Mapping) else None
+    return Configuration(
+        str(model["class_path"]).rpartition(".")[2],
+        lambda: _instantiate(model),
+        strategy=given or {},
+        precision=str(trainer.get("precision") or "32-true"),
+        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+    )
+
+
+def _instantiate(value: Any) -> Any:
+    """Objects for what has a `class_path`, inside of lists and mappings too."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            cls = _find(value["class_path"])
+            return cls(**{key: _instantiate(item) for key, item in (value.get("init_args") or {}).items()})
+        return {key: _instantiate(item) for key, item in value.items()}
+    return [_instantiate(item) for item in value] if isinstance(value, list) else value
+
+
+def _find(name: str) -> Any:
+    """The class, as `module:Class` or `module.Class`; modules in the working folder are found too."""
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"{name}: {error}; name a class as module:Class") from error

@@ -1,0 +1,221 @@
+"""`python -m ramtorch_lightning.plan`: what fits, without values and without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ramtorch_core.planning import Subject, describe_machine, estimate, host_bytes
+from ramtorch_core.prediction import StreamingPlan, extra_bytes
+from ramtorch_lightning.plan import main
+from ramtorch_lightning.plan_config import from_config
+
+MACHINE = ["--gpu", "24GB", "--ram", "32GB", "--pcie", "25", "--tflops", "150"]
+
+
+class Large(pl.LightningModule):
+    """4.3 billion parameters in 16 blocks; the tests would not like to hold them."""
+
+    def __init__(self, width: int = 16384, depth: int = 16, example: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        if example:
+            self.example_input_array = torch.zeros(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def configure_chunks(self) -> str:
+        return "blocks.*"
+
+
+class Late(Large):
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+
+    def configure_model(self) -> None:
+        self.blocks.append(nn.Linear(16384, 16384, bias=False))
+
+
+class Reads(Large):
+    """Its forward depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.sum())
+
+
+class Narrow(Large):
+    def __init__(self, block: nn.Module, factor: float = 1.0) -> None:
+        super().__init__(64, 2)
+        self.extra, self.factor = block, factor
+
+
+def here(name: str) -> str:
+    """The class in this file, for the command line."""
+    return f"{__name__}:{name}"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_plan"])
+
+
+def plan(*arguments: str, capsys: Any) -> tuple[int, str]:
+    code = main(arguments)
+    output = capsys.readouterr()
+    return code, output.out + output.err
+
+
+def test_a_model_larger_than_the_gpu_fits_by_streaming(capsys: Any) -> None:
+    code, text = plan(here("Large"), *MACHINE, "--batch", "4096", capsys=capsys)
+    assert "4,294,967,296 parameters" in text
+    assert "16 chunks stream" in text
+    assert "GPU      fits" in text
+    assert "of 32.0 GB: does not fit" in text
+    assert code == 1
+    code, text = plan(here("Large"), *MACHINE, "--ram", "128GB", capsys=capsys)
+    assert (code, "does not fit" in text) == (0, False)
+
+
+def test_a_gpu_that_holds_no_chunk_is_too_small(capsys: Any) -> None:
+    code, text = plan(here("Large"), "--gpu", "400MB", capsys=capsys)
+    assert code == 1
+    assert "does not fit: no window, pin and activation policy fits" in text
+
+
+def test_estimates_count_parameters_arithmetic_and_activations() -> None:
+    rates = describe_machine(device_bytes=24e9, pcie=25e9, host_memory=60e9)
+
+    def build() -> Subject:
+        module = Large(1024, 4)
+        x = torch.zeros(8, 1024)
+        return Subject(module, lambda: module(x), "blocks.*")
+
+    found = estimate(build, rates, 1e12, autocast=torch.bfloat16)
+    assert (found.parameters, found.trained, found.bytes) == (4 << 20, 4 << 20, 16 << 20)
+    for chunk in found.calibration.chunks:
+        assert chunk.forward == 2 * 8 * 1024**2 / 1e12
+        assert chunk.backward == 2 * chunk.forward
+        assert chunk.weight_bytes == 2 << 20
+        assert chunk.kept_bytes == 8 * 1024 * 2  # the input, in bfloat16
+    assert extra_bytes(found.calibration) == pytest.approx(12 * 8 * 1024, abs=1)
+    masters, moments, shadows, staging = 16 << 20, 32 << 20, 8 << 20, 8 << 20
+    assert host_bytes(found, StreamingPlan()) == masters + moments + shadows + staging
+    assert host_bytes(found, StreamingPlan(pin=4)) == 0
+
+
+def test_without_an_example_tokens_are_asked_for_and_enough(capsys: Any) -> None:
+    arguments = [here("Large"), "--init", "example=False", *MACHINE, "--ram", "1TB"]
+    code, text = plan(*arguments, capsys=capsys)
+    assert code == 2
+    assert "example_input_array" in text
+    assert "--tokens" in text
+    code, text = plan(*arguments, "--tokens", "4096", capsys=capsys)
+    assert code == 0
+    assert "activations and the loss are not counted" in text
+
+
+def test_a_forward_that_reads_values_is_explained(capsys: Any) -> None:
+    code, text = plan(here("Reads"), "--init", "width=2048", "depth=2", *MACHINE, capsys=capsys)
+    assert code == 2
+    assert "cannot run on shapes alone" in text
+
+
+def test_what_configure_model_adds_is_planned(capsys: Any) -> None:
+    _, text = plan(here("Late"), *MACHINE, capsys=capsys)
+    assert "2 chunks stream" in text
+
+
+def write(path: Path, strategy: str = "offload", model: str | None = None) -> str:
+    file = path / "config.yaml"
+    file.write_text(
+        f"""
+trainer:
+  precision: bf16-mixed
+  accumulate_grad_batches: 4
+  strategy: {strategy}
+model:
+  class_path: {__name__}.{model or "Large"}
+  init_args:
+    width: 8192
+    depth: 6
+"""
+    )
+    return str(file)
+
+
+def test_a_configuration_gives_model_precision_accumulation_and_knobs(tmp_path: Path, capsys: Any) -> None:
+    knobs = "{class_path: ramtorch_lightning.OffloadStrategy, init_args: {window: 3, pin: 1, activations: keep}}"
+    file = write(tmp_path, knobs)
+    chosen = from_config(file)
+    assert (chosen.name, chosen.precision, chosen.accumulate) == ("Large", "bf16-mixed", 4)
+    code, text = plan("--config", file, *MACHINE, capsys=capsys)
+    assert code == 0
+    assert "given    window=3, pin=1, activations=keep" in text
+    assert "8 microbatches instead of 4" in text
+    code, text = plan("--config", file, "--gpu", "500MB", capsys=capsys)
+    assert code == 1
+    assert "GPU: does not fit" in text
+
+
+def test_objects_inside_of_a_configuration_are_made_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"""
+model:
+  class_path: {__name__}.Narrow
+  init_args:
+    block: {{class_path: torch.nn.Linear, init_args: {{in_features: 3, out_features: 5}}}}
+    factor: 0.5
+"""
+    )
+    module: Any = from_config(str(file)).build()
+    assert (module.extra.in_features, module.extra.out_features, module.factor) == (3, 5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name the model"),
+        (["nowhere.at_all:Model"], "nowhere"),
+        (["torch.nn:Linear", "--init", "in_features=2", "out_features=2", *MACHINE], "is no LightningModule"),
+        (["torch.nn:Linear", "--init", "2"], "write NAME=VALUE"),
+        (["--config", "missing.yaml"], "no such file"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: Any) -> None:
+    code, text = plan(*arguments, capsys=capsys)
+    assert code == 2
+    assert message in text
+
+
+def test_a_configuration_without_the_models_class_is_explained(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {width: 3}\n")
+    code, text = plan("--config", str(file), capsys=capsys)
+    assert code == 2
+    assert "Pass module:Class" in text
+
+
+def test_without_a_gpu_one_has_to_be_described(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    code, text = plan(here("Late"), capsys=capsys)
+    assert code == 2
+    assert "--gpu 24GB" in text
+
+
+def test_sizes_need_units(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["x:Y", "--gpu", "24"])
+    assert "as in 24GB" in capsys.readouterr().err
+
+
+def test_the_command_runs() -> None:
+    command = [sys.executable, "-m", "ramtorch_lightning.plan", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--tflops" in done.stdout
