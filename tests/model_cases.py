@@ -4,7 +4,7 @@ Widths are small on purpose: what is tested is how a model is written, not how l
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +37,6 @@ class Case:
         packages: what must be installed.
         module: the LightningModule, if it is none of the ordinary kind.
         whole: batches run as one microbatch.
-        options: further arguments of `OffloadStrategy`.
     """
 
     build: Callable[[float], nn.Module]
@@ -48,7 +47,6 @@ class Case:
     packages: tuple[str, ...] = ()
     module: Callable[[nn.Module], pl.LightningModule] | None = None
     whole: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
     def task(self, dropout: float = 0.0) -> Any:
         """The LightningModule, the same at each call."""
@@ -376,10 +374,7 @@ CASES = {
     ),
     "resnet": Case(resnet, images, own_loss, {"**.layers.*": 8, "**.embedder": 1}, "resnet.encoder.stages.2", HF),
     "clip": Case(clip, captioned_images, contrastive, TOWERS, "vision_model", HF),
-    "lora": Case(
-        lora, text, own_loss, ADAPTED, "base_model.model.model.layers.2", (*HF, "peft"),
-        options={"stream_dtype": {"*lora*": torch.float32}},  # its layers convert their input to their weights' dtype
-    ),
+    "lora": Case(lora, text, own_loss, ADAPTED, "base_model.model.model.layers.2", (*HF, "peft")),
     "unet": Case(unet, noisy_images, denoising, UNET, "up_blocks.**", ("diffusers",)),
     "dit": Case(dit, noisy_images, denoising, DIT, "transformer_blocks.2", ("diffusers",)),
     "timm vit": Case(timm_vit, images, classification, {"blocks.*": 4, "patch_embed.proj": 1}, "blocks.2", ("timm",)),

@@ -21,6 +21,7 @@ class StreamDtypes:
     Attributes:
         compute: autocast's dtype, or None when the model runs without.
         changed: an observation contradicts the present layout.
+        asked: weights that would cross in `compute`, if there were not this code that asked for their dtype.
 
     Raises:
         ConfigurationError: the override is something else, or not a floating-point dtype.
@@ -37,6 +38,7 @@ class StreamDtypes:
         self.override = override
         self.compute: torch.dtype | None = None
         self.changed = False
+        self.asked: dict[Weight, str] = {}
         self.warned = False
         self._casts: dict[Weight, bool] = {}
 
@@ -64,7 +66,10 @@ class StreamDtypes:
             return
         before = self.wanted(weight)
         self._casts[weight] = use.cast and self._casts.get(weight, True)
-        self.changed |= self.wanted(weight) != before
+        changed = self.wanted(weight) != before
+        self.changed |= changed
+        if changed and use.asked is not None:
+            self.asked[weight] = use.asked
 
     def _fixed(self, weight: Weight) -> torch.dtype | None:
         if isinstance(self.override, torch.dtype):

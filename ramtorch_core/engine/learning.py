@@ -48,10 +48,26 @@ class Learning:
 
     def finish_step(self) -> None:
         """A step like this has been seen."""
+        if self._dtypes.asked:
+            self._tell_who_asked()
         if self._observer is not None:
             self._seen.add(self._gradients)
             if self._seen == {True, False} and not self._observer.stray:
                 self._observer = None
+
+    def _tell_who_asked(self) -> None:
+        asked, self._dtypes.asked = self._dtypes.asked, {}
+        log.warning(
+            "%d weights (%.1f MB), such as '%s', cross in torch.float32 under autocast, because code in %s reads their "
+            "dtype and may round something to it. Where that changes no result, stream_dtype={'%s': %s} halves what "
+            "crosses.",
+            len(asked),
+            sum(weight.parameter.nbytes for weight in asked) / 1e6,
+            (first := next(iter(asked))).name,
+            ", ".join(sorted(set(asked.values()))),
+            first.name,
+            self._dtypes.compute,
+        )
 
     def forget(self) -> None:
         """What was seen does not count any more."""

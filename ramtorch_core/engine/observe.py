@@ -4,12 +4,15 @@ Under autocast a weight may cross the bus in autocast's dtype when its only use 
 it: then the cast happens on the host instead, with the same bits. If autocast remembers its casts, as it does unless
 told otherwise, there may be several such operations: they share one cast, and their gradients add up behind it. The
 kind of module is the first guess; the first visits are watched and the guess is replaced by what was seen. A use that
-contradicts the guess gets the exact weight at once, so the first step is exact too.
+contradicts the guess gets the exact weight at once, so the first step is exact too. Code that asks for a weight's dtype
+may round something else to it, which is such a use too.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,8 +71,6 @@ _HARMLESS_METHODS = frozenset(
         Tensor.is_contiguous,
         Tensor.is_floating_point,
         Tensor.is_complex,
-        Tensor.element_size,
-        Tensor.data_ptr,
         Tensor.get_device,
         Tensor.ndimension,
         Tensor.__len__,
@@ -80,8 +81,8 @@ _HARMLESS_METHODS = frozenset(
 _HARMLESS_PROPERTIES = frozenset(
     getattr(Tensor, name).__get__
     for name in (
-        *("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "names", "is_cuda"),
-        *("is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "itemsize", "nbytes", "_version"),
+        *("shape", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "names", "is_cuda"),
+        *("is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "_version"),
         *("output_nr", "retains_grad", "is_mps", "is_xla", "is_sparse_csr", "_base", "_backward_hooks"),
     )
     if hasattr(Tensor, name)
@@ -89,16 +90,37 @@ _HARMLESS_PROPERTIES = frozenset(
 
 
 HARMLESS = _HARMLESS_METHODS | _HARMLESS_PROPERTIES
-"""What may be asked of a tensor without looking at its values."""
+"""What may be asked of a tensor without looking at its values or their dtype."""
+
+_TELL_DTYPE = frozenset(
+    {Tensor.element_size, *(getattr(Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes"))}
+)
+"""What tells in which dtype a weight crosses: code that asks may round something to it."""
+
+_ASK_IN_VAIN = ("torch.nn.modules.activation", "torch.nn.modules.transformer", "ramtorch_core.")
+"""Code that asks for dtypes, but computes the same whatever the answer.
+
+Attention compares dtypes to choose a kernel that it takes neither under CUDA's autocast nor with gradients; for the
+rest see `may_be_fused`.
+"""
 
 
 class Use:
-    """What one visit did with a weight: how many operations took it, and whether one cast serves them all."""
+    """What one visit did with a weight.
 
-    __slots__ = ("cast", "count")
+    Attributes:
+        count: how many operations took it, or asked for its dtype.
+        cast: whether one cast serves them all.
+        asked: the code that asked for its dtype, or None.
+        exact: an exact copy whose address was given away.
+    """
+
+    __slots__ = ("asked", "cast", "count", "exact")
 
     def __init__(self) -> None:
         self.count, self.cast = 0, True
+        self.asked: str | None = None
+        self.exact: Tensor | None = None
 
 
 class Observer(TorchFunctionMode):
@@ -142,11 +164,24 @@ class Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in HARMLESS:
             return func(*args, **kwargs)
+        if func in _TELL_DTYPE:
+            return func(self._whose_dtype(args[0]))
         if self._lent or self.device.type != "cpu":
             uses_device = self.device.type != "cpu" and _any_on(self.device.type, (args, kwargs))
             args = tuple(self._replace(func, value, uses_device) for value in args)
             kwargs = {key: self._replace(func, value, uses_device) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _whose_dtype(self, tensor: Tensor) -> Tensor:
+        """What stands for `tensor` where user code asks for its dtype."""
+        if id(tensor) not in self._lent:
+            return tensor
+        _, weight, use = self._lent[id(tensor)]
+        caller = _caller()
+        if self.fixed(weight) or caller.startswith(_ASK_IN_VAIN):
+            return tensor
+        use.count, use.cast, use.asked = use.count + 1, False, caller
+        return weight.parameter
 
     def _one_cast_serves(self, count: int) -> bool:
         kind = self.device.type
@@ -163,7 +198,12 @@ class Observer(TorchFunctionMode):
             _, weight, use = self._lent[id(value)]
             use.count += 1
             use.cast &= func in CASTING_FUNCTIONS and self._one_cast_serves(use.count)
-            return value if use.cast or weight.own_shadow or self.fixed(weight) else self.exact(weight)
+            if use.cast or weight.own_shadow or self.fixed(weight):
+                return value
+            exact = self.exact(weight)
+            if func is Tensor.data_ptr:
+                use.exact = exact
+            return exact
         if uses_device and id(value) in self.masters:
             weight = self.masters[id(value)]
             self.stray.setdefault(weight, getattr(func, "__name__", str(func)))
@@ -177,6 +217,29 @@ def _any_on(kind: str, value: Any) -> bool:
     if isinstance(value, dict):
         return any(_any_on(kind, item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_any_on(kind, item) for item in value)
+
+
+def _caller() -> str:
+    """The module whose code called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).startswith(("torch._dynamo", __name__)):
+        frame = frame.f_back
+    return _module_of(frame)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def may_be_fused(module: nn.Module) -> bool:
+    """Whether torch may run attention in `module` as one kernel, for want of gradients; it looks at the weights' dtype.
+
+    With CUDA's autocast it never does, but it does not ask for that of the CPU.
+    """
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        return False
+    fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    return any(isinstance(part, fused) and not part.training for part in module.modules())
 
 
 def guess_casts(weight: Weight) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
@@ -23,7 +23,7 @@ from ramtorch_core.engine.follow import OpenVisit
 from ramtorch_core.engine.inventory import Inventory
 from ramtorch_core.engine.lend import Loan, Placement, lend
 from ramtorch_core.engine.modules import tensors_in
-from ramtorch_core.engine.observe import Observer, Use
+from ramtorch_core.engine.observe import Observer, Use, may_be_fused
 from ramtorch_core.engine.saved import SavedTensors, hooks_around
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.weights import Weight, WeightGroup
@@ -284,7 +284,7 @@ class Visits:
         group = chunk.group
         if group is None or all(weight.own_shadow for weight in group.weights):
             return False
-        if self.device.torch.type == "cpu" and not torch.is_grad_enabled() and _may_be_fused(chunk.module):
+        if self.device.torch.type == "cpu" and may_be_fused(chunk.module):
             return True
         exact = self.ambient() != self.dtypes.compute
         if exact and not self.dtypes.warned:
@@ -339,12 +339,3 @@ class Visits:
         slot = self.inventory.window.find(group)
         assert slot is not None
         return slot
-
-
-def _may_be_fused(module: nn.Module) -> bool:
-    """Whether torch may run attention in `module` as one kernel when evaluating; it looks at the dtype of the weights.
-
-    With CUDA's autocast it never does, but it does not ask for that of the CPU.
-    """
-    fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    return any(isinstance(part, fused) and not part.training for part in module.modules())

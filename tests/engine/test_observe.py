@@ -64,8 +64,53 @@ def test_a_use_under_another_autocast_dtype_or_none_does_not_count_as_a_cast():
 
 
 def test_looking_at_the_shape_is_no_use():
-    found = watched(lambda x, w: (w.shape, w.size(0), w.dim(), w.dtype, w.device, len(w), w.requires_grad))
+    found = watched(
+        lambda x, w: (w.shape, w.size(0), w.dim(), w.is_floating_point(), w.device, len(w), w.requires_grad)
+    )
     assert found.count == 0
+
+
+ASKING = [lambda w: w.dtype, lambda w: w.element_size(), lambda w: w.itemsize, lambda w: w.nbytes, lambda w: w.type()]
+
+
+@pytest.mark.parametrize("ask", ASKING)
+def test_asking_for_the_dtype_gets_the_masters_and_counts_as_a_use_that_needs_it(ask):
+    """The half-precision shadow's own would round what the code computes with it."""
+    weight = Weight("w", nn.Parameter(torch.randn(WIDTH, WIDTH)), ())
+    observer = Observer(torch.device("cpu"), lambda w: w.parameter, lambda _: False)
+    observer.compute = torch.bfloat16
+    lent = weight.parameter.detach().bfloat16()
+    weight.dtype = torch.bfloat16
+    (found,) = observer.lend([weight], [lent])
+    with observer, torch.autocast("cpu", torch.bfloat16):
+        assert ask(lent) == ask(weight.parameter.detach())
+        F.linear(torch.randn(3, WIDTH), lent)
+    assert not found.cast
+    assert found.count == 2
+
+
+def test_an_address_is_that_of_an_exact_copy_which_lives_as_long_as_the_visit():
+    weight = Weight("w", nn.Parameter(torch.randn(WIDTH, WIDTH)), ())
+    observer = Observer(torch.device("cpu"), lambda w: w.parameter.detach().clone(), lambda _: False)
+    lent = weight.parameter.detach().bfloat16()
+    weight.dtype = torch.bfloat16
+    (found,) = observer.lend([weight], [lent])
+    with observer:
+        address = lent.data_ptr()
+    assert not found.cast
+    assert found.exact is not None
+    assert found.exact.data_ptr() == address
+
+
+def test_attention_that_compares_dtypes_to_choose_a_kernel_does_not_count():
+    attention = nn.MultiheadAttention(WIDTH, 2)
+    weights = [Weight(name, p, ((attention, name),)) for name, p in attention.named_parameters(recurse=False)]
+    observer = Observer(torch.device("cpu"), lambda w: w.parameter, lambda _: False)
+    observer.compute = torch.bfloat16
+    uses = observer.lend(weights, [weight.parameter for weight in weights])
+    with observer, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        attention(*[torch.randn(3, WIDTH)] * 3)
+    assert all(use.cast and use.count == 1 and use.asked is None for use in uses)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from autocast_cases import Doubled, Functional, Island, Reused, UsedTwice, halves, training
+from autocast_cases import Adapted, Doubled, Functional, Island, Reused, UsedTwice, halves, training
 from stream_cases import WIDTH, Stack, assert_equals_resident, data, every_policy, stack, streaming
 from torch import nn
 
@@ -42,6 +42,28 @@ def test_a_weight_cast_twice_crosses_in_half_precision_where_autocast_remembers_
 @pytest.mark.parametrize("kind", [Doubled, Reused, UsedTwice, Island])
 def test_weights_that_need_all_their_bits_cross_in_their_own_dtype(kind):
     assert dtypes_after(Stack(kind(WIDTH, WIDTH)))["blocks.0.weight"] == torch.float32
+
+
+@every_policy
+@halves
+def test_code_that_rounds_to_the_dtype_of_a_weight_computes_as_without_streaming(dtype, mode):
+    assert_equals_resident(lambda: Stack(*(Adapted() for _ in range(3))), training(dtype), **mode)
+
+
+def test_weights_whose_dtype_is_read_cross_in_their_own_and_the_code_is_named_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        found = dtypes_after(Stack(Adapted(), Adapted()))
+    halved = {name for name, dtype in found.items() if dtype == torch.bfloat16}
+    assert halved == {name for name in found if "down.weight" not in name}
+    assert [message for message in caplog.messages if "dtype" in message] == [
+        f"2 weights ({2 * 2 * WIDTH * 4 / 1e6:.1f} MB), such as 'blocks.0.down.weight', cross in torch.float32 under "
+        f"autocast, because code in autocast_cases reads their dtype and may round something to it. Where that changes "
+        f"no result, stream_dtype={{'blocks.0.down.weight': torch.bfloat16}} halves what crosses."
+    ]
+
+
+def test_a_weight_whose_dtype_the_user_chose_shows_that_dtype():
+    assert set(dtypes_after(Stack(Adapted()), stream_dtype=torch.bfloat16).values()) == {torch.bfloat16}
 
 
 def test_nothing_crosses_in_half_precision_without_autocast():

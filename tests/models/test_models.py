@@ -66,7 +66,7 @@ def assert_trained(case: Case, record: Any) -> None:
 @EVERY_MODEL
 def test_a_streamed_model_trains_as_without_streaming(name: str, activations: str, precision: Precision) -> None:
     case = CASES[name]
-    strategy = Watched(chunks=None, activations=activations, **case.options)
+    strategy = Watched(chunks=None, activations=activations)
     _, record = fit(case, strategy, dropout=DROPOUT, precision=precision)
     assert_same(record, plain(name, precision, DROPOUT, ROWS))
     assert len(record["losses"]) == STEPS * (2 if case.whole else 1)
@@ -110,12 +110,18 @@ def test_adapters_are_trained_over_a_base_that_keeps_its_bits_and_has_no_gradien
         gradients.update(name for name, p in task.named_parameters() if p.grad is not None)
 
     task.on_before_optimizer_step = look
-    trainer = make_trainer(Watched(chunks=None, **case.options), max_epochs=1, precision=precision)
+    trainer = make_trainer(Watched(chunks=None), max_epochs=1, precision=precision)
     trainer.fit(task, case.loader(ROWS))
     adapters = {name for name, _ in task.named_parameters() if "lora_" in name}
     assert {name for name, p in task.named_parameters() if not torch.equal(p, before[name])} == adapters
     assert gradients == adapters
     assert len(trainer.optimizers[0].state) == len(adapters)
+
+
+def test_weights_of_t5_whose_dtype_is_read_may_cross_in_half_precision_all_the_same() -> None:
+    strategy = Watched(chunks=None, stream_dtype={"*.wo.weight": torch.bfloat16})
+    _, record = fit(CASES["t5"], strategy, dropout=DROPOUT, precision="bf16-mixed")
+    assert_same(record, plain("t5", "bf16-mixed", DROPOUT, ROWS))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "t5", "mixtral"])
