@@ -1,8 +1,9 @@
-"""The comparison of predictions with measurements runs, at a tiny size on the CPU."""
+"""The comparisons of predicted with measured steps, and of watched with plain ones, run at a tiny size on the CPU."""
 
 import json
 from pathlib import Path
 
+import monitor_overhead
 import prediction
 import pytest
 
@@ -22,3 +23,10 @@ def test_every_plan_and_schedule_gets_a_row(tmp_path: Path, monkeypatch: pytest.
     assert all(row["predicted"] > 0 and row["measured"] > 0 for row in report["rows"])
     assert json.loads(output.read_text())["rows"] == report["rows"]
     assert [chunk["name"] for chunk in report["calibration"]["chunks"]] == ["0", "1", "2"]
+
+
+def test_the_monitors_cost_is_measured_in_turns() -> None:
+    small = {"layers": 1, "width": 128, "batch": 1, "seq": 8, "steps": 3, "rounds": 2, "device": "cpu"}
+    report = monitor_overhead.main([f"--{flag}={value}" for flag, value in small.items()])
+    assert [len(laps) for laps in report["seconds"].values()] == [2 * 2, 2 * 2]
+    assert report["overhead"] > -1
