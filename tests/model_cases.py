@@ -373,7 +373,7 @@ CASES = {
         "convnext.encoder.stages.2.layers.2", HF,
     ),
     "resnet": Case(resnet, images, own_loss, {"**.layers.*": 8, "**.embedder": 1}, "resnet.encoder.stages.2", HF),
-    "clip": Case(clip, captioned_images, contrastive, TOWERS, "vision_model", HF),
+    "clip": Case(clip, captioned_images, contrastive, TOWERS, "visual_projection", HF),
     "lora": Case(lora, text, own_loss, ADAPTED, "base_model.model.model.layers.2", (*HF, "peft")),
     "unet": Case(unet, noisy_images, denoising, UNET, "up_blocks.**", ("diffusers",)),
     "dit": Case(dit, noisy_images, denoising, DIT, "transformer_blocks.2", ("diffusers",)),

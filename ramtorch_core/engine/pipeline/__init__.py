@@ -3,6 +3,7 @@
 | file | holds |
 | --- | --- |
 | `stages.py` | which module starts which stage, and the home of every parameter and buffer |
+| `running_order.py` | when each module is called first, which `stages.py` may follow |
 | `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order |
 | `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
 | `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |

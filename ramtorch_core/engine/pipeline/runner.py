@@ -1,14 +1,20 @@
 """Attaches a pipeline to any module tree: stages, devices and schedules."""
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ramtorch_core.engine.observe import is_compiled
 from ramtorch_core.engine.pipeline.executor import Executor, StepResult
+from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, FirstCalls, RunningOrder, optimizers_follow
 from ramtorch_core.engine.pipeline.stages import (
     StageMap,
     StageRow,
@@ -28,6 +34,9 @@ __all__ = ["PipelineRunner", "ScheduleSpec", "StageSpec", "format_stage_rows", "
 
 log = logging.getLogger(__name__)
 
+WORTH_CUTTING_ANEW = 0.05
+"""Share of the weights' bytes away from where they run at which stages follow the running order."""
+
 StageSpec: TypeAlias = Sequence[str | nn.Module] | Callable[[nn.Module], Sequence[str | nn.Module]] | None
 """The modules whose entry begins stages 1, 2, ..., or their names; a function that finds them; None: balanced."""
 
@@ -42,6 +51,8 @@ class PipelineRunner:
     """A module spread over several devices, stage after stage, until `close()`.
 
     Nothing in the module tree is renamed or moved: parameters stay the same objects, on the devices of their stages.
+    The first training step shows in which order modules run. If that is not the order of their registration, stages are
+    cut, and weights placed, anew after it; cuts of the user's stay, and what runs between them is placed.
 
     Args:
         root: the module; its parameters and buffers move.
@@ -75,9 +86,11 @@ class PipelineRunner:
         placement = plan_schedule(schedule, len(self.devices), 1).placement
         self.stage_devices = [self.devices[d] for d in placement]
         weights = _stage_weights(device_weights, placement, len(self.devices))
-        self.stages = _find_stages(root, stages, len(placement), balance, weights)
-        place(self.stages, [device.torch for device in self.stage_devices], aside)
-        self._executor = Executor(self.stages, self.stage_devices)
+        self._find = functools.partial(_find_stages, root, stages, len(placement), balance, weights)
+        self._aside = aside
+        self._calls = None if is_compiled(root) or len(placement) == 1 else FirstCalls(root)
+        self._following: RemovableHandle | None = None
+        self._settle(self._find(AS_REGISTERED))
 
     @property
     def root_device(self) -> torch.device:
@@ -107,7 +120,10 @@ class PipelineRunner:
     ) -> StepResult:
         """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
         plan = schedule or self.plan(len(inputs))
-        return self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step)
+        with contextlib.nullcontext() if self._calls is None else self._calls:
+            result = self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step)
+        calls, self._calls = self._calls, None
+        return result if calls is None else self._cut_anew(result, calls.order())
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""
@@ -120,6 +136,34 @@ class PipelineRunner:
     def close(self) -> None:
         """Remove the hooks and end the threads; parameters stay where they are. Idempotent."""
         self._executor.close()
+        if self._following is not None:
+            self._following.remove()
+
+    def _settle(self, stages: StageMap) -> None:
+        self.stages = stages
+        place(stages, [device.torch for device in self.stage_devices], self._aside)
+        self._executor = Executor(stages, self.stage_devices)
+
+    def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
+        """Let the stages follow the running order, if that is another one; returns the result at its new places."""
+        away = self.stages.away(order)
+        if away < WORTH_CUTTING_ANEW:
+            return result
+        before = {parameter: parameter.device for owned in self.stages.owned for parameter in owned}
+        try:
+            stages = self._find(order)
+        except ConfigurationError:
+            return result  # too few modules are called, and called once, to begin stages
+        self._executor.close()
+        self._settle(stages)
+        self._following = optimizers_follow({p: device for p, device in before.items() if p.device != device})
+        log.warning(
+            "modules run in another order than they are registered in, and %.0f %% of the weights were copied to where "
+            "they are used. From now on they are there:\n%s",
+            100 * away,
+            format_stage_rows(self.stage_table()),
+        )
+        return replace(result, gradients={p: gradient.to(p.device) for p, gradient in result.gradients.items()})
 
     def _build(self, microbatches: int) -> Schedule:
         fixed = self.schedule
@@ -182,14 +226,19 @@ def format_stage_rows(rows: Sequence[StageRow]) -> str:
 
 
 def _find_stages(
-    root: nn.Module, chosen: StageSpec, count: int, balance: Balance, weights: Sequence[float] | None
+    root: nn.Module,
+    chosen: StageSpec,
+    count: int,
+    balance: Balance,
+    weights: Sequence[float] | None,
+    order: RunningOrder,
 ) -> StageMap:
     if chosen is None:
         if balance not in _COSTS:
             raise ConfigurationError(f"balance={balance!r}: choose one of {', '.join(map(repr, _COSTS))}")
-        return balanced_entries(root, count, weights, _COSTS[balance])
+        return balanced_entries(root, count, weights, _COSTS[balance], order)
     entries = chosen(root) if callable(chosen) else chosen
-    return resolve_entries(root, entries, count)
+    return resolve_entries(root, entries, count, order)
 
 
 def _stage_weights(weights: Sequence[float] | None, placement: Sequence[int], devices: int) -> list[float] | None:

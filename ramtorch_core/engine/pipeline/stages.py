@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.partition import imbalance, partition
 
@@ -40,10 +41,12 @@ class StageMap:
 
     Entering `entries[i]` begins stage `i + 1`; whatever runs between two entries belongs to the earlier stage. A
     parameter or buffer is at home in the stage of the first module that owns it. Shared ones are lent to other stages.
+    Modules run in the order of their registration, unless `order` tells when each is called first.
     """
 
     root: nn.Module
     entries: tuple[tuple[str, nn.Module], ...]
+    order: RunningOrder = AS_REGISTERED
     homes: dict[int, int] = field(default_factory=dict)
     """`id` of a parameter or buffer -> stage."""
     owned: list[list[Tensor]] = field(default_factory=list)
@@ -74,12 +77,18 @@ class StageMap:
         return len(self.entries) + 1
 
     def walk(self) -> Iterator[tuple[int, nn.Module]]:
-        """Every module once, in order of registration, with its stage."""
+        """Every module once, in running order, with its stage."""
         starts = {id(module): stage for stage, (_, module) in enumerate(self.entries, start=1)}
         stage = 0
-        for module in self.root.modules():
+        for module in self.order.modules(self.root):
             stage = starts.get(id(module), stage)
             yield stage, module
+
+    def away(self, order: RunningOrder) -> float:
+        """The share of the parameters' bytes that run in another stage than that of their home, if `order` is right."""
+        homes = StageMap(self.root, self.entries, order).homes
+        sizes = {id(p): p.nbytes for owned in self.owned for p in owned}
+        return sum(size for key, size in sizes.items() if homes[key] != self.homes[key]) / max(1, sum(sizes.values()))
 
     def rows(self, devices: Sequence[str]) -> list[StageRow]:
         """The stage table; `devices[s]` names the device of stage s."""
@@ -118,7 +127,9 @@ def memory_cost(module: nn.Module, seen: set[int]) -> float:
     return total
 
 
-def resolve_entries(root: nn.Module, chosen: Sequence[str | nn.Module], stages: int) -> StageMap:
+def resolve_entries(
+    root: nn.Module, chosen: Sequence[str | nn.Module], stages: int, order: RunningOrder = AS_REGISTERED
+) -> StageMap:
     """The stages that begin at the modules `chosen`, by name or as modules, for stages 1, 2, ...
 
     Raises:
@@ -154,13 +165,17 @@ def resolve_entries(root: nn.Module, chosen: Sequence[str | nn.Module], stages: 
             )
         if sum(module is other for _, other in entries) > 1:
             raise ConfigurationError(f"cut '{name}' is named twice; every stage begins at a module of its own")
-    return StageMap(root, tuple(entries))
+    return StageMap(root, tuple(entries), order)
 
 
 def balanced_entries(
-    root: nn.Module, stages: int, weights: Sequence[float] | None = None, cost: Cost = parameter_cost
+    root: nn.Module,
+    stages: int,
+    weights: Sequence[float] | None = None,
+    cost: Cost = parameter_cost,
+    order: RunningOrder = AS_REGISTERED,
 ) -> StageMap:
-    """The most even stages for modules that run in the order of their registration.
+    """The most even stages for modules that run in the order of their registration, or in another that was seen.
 
     Starts from the root as one piece and opens the costliest piece of the slowest stage for as long as that makes the
     stages more even, so that cuts fall between large modules where that is good enough, and inside them only where it
@@ -176,14 +191,16 @@ def balanced_entries(
     pieces: list[tuple[str, nn.Module]] = [("", root)]
     best: tuple[float, list[tuple[str, nn.Module]]] | None = None
     while True:
-        pieces = _open_containers(pieces)
+        pieces = sorted(_open_containers(pieces, order), key=lambda piece: order.first(piece[1]))
         costs = _costs(root, pieces, cost)
         if len(pieces) >= stages and pieces[0][1] is not root:
             parts = partition(costs, stages, weights)
             uneven = imbalance(costs, parts, weights)
-            if best is None or uneven < best[0] * WORTH_OPENING:
-                best = uneven, [pieces[part[0]] for part in parts[1:]]
-            if uneven <= GOOD_ENOUGH:
+            entries = [pieces[part[0]] for part in parts[1:]]
+            possible = all(order.may_begin(module) for _, module in entries)
+            if possible and (best is None or uneven < best[0] * WORTH_OPENING):
+                best = uneven, entries
+            if possible and uneven <= GOOD_ENOUGH:
                 break
             speed = weights or [1.0] * stages
             slowest = max(range(stages), key=lambda s: sum(costs[i] for i in parts[s]) / speed[s])
@@ -199,7 +216,7 @@ def balanced_entries(
             f"{type(root).__name__} has {len(pieces)} modules with parameters that could begin a stage, too few for "
             f"{stages} stages: use fewer devices"
         )
-    return StageMap(root, tuple(best[1]))
+    return StageMap(root, tuple(best[1]), order)
 
 
 def place(stages: StageMap, devices: Sequence[torch.device], aside: Callable[[nn.Module], bool]) -> None:
@@ -240,12 +257,12 @@ def _children(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _open_containers(pieces: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def _open_containers(pieces: list[tuple[str, nn.Module]], order: RunningOrder) -> list[tuple[str, nn.Module]]:
     """Replace modules that are never called themselves by their children."""
     opened: list[tuple[str, nn.Module]] = []
     for name, module in pieces:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            opened += _open_containers(_children(name, module))
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or not order.is_called(module):
+            opened += _open_containers(_children(name, module), order)
         else:
             opened.append((name, module))
     return opened

@@ -1,0 +1,252 @@
+"""Stages follow the order in which modules run, as the first step shows it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_cases import WIDTH, Block, Chain, accumulate, assert_same_gradients, batches
+from torch import Tensor, nn
+
+from ramtorch_core.engine.pipeline.loans import Loans
+from ramtorch_core.engine.pipeline.runner import PipelineRunner
+from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder, optimizers_follow
+from ramtorch_core.engine.pipeline.stages import balanced_entries
+from ramtorch_core.errors import ConfigurationError
+
+
+class Towers(nn.Module):
+    """The tower that is registered second runs first, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.text = nn.Sequential(*(Block() for _ in range(4)))
+        self.vision = nn.Sequential(*(Block() for _ in range(4)))
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        seen = self.vision(x)
+        return F.cross_entropy(self.text(x + seen) * self.scale, y)
+
+
+class Horseshoe(nn.Module):
+    """The part in the middle is registered last, as in UNets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(Block() for _ in range(3))
+        self.middle = nn.Sequential(Block(), Block())
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        kept = []
+        for block in self.down:
+            kept.append(x)
+            x = block(x)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(x + kept.pop())
+        return F.cross_entropy(x, y)
+
+
+class Interleaved(nn.Module):
+    """Two lists whose members take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            x = x + torch.tanh(layer(x)) * gate(x).sigmoid()
+        return F.cross_entropy(x, y)
+
+
+@pytest.fixture
+def borrowed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """`id`s of the parameters that were used away from home."""
+    found: set[int] = set()
+    borrow = Loans.borrow
+
+    def noted(self: Loans, parameter: Tensor, stage: int) -> Tensor:
+        found.add(id(parameter))
+        return borrow(self, parameter, stage)
+
+    monkeypatch.setattr(Loans, "borrow", noted)
+    return found
+
+
+def train(runner: PipelineRunner, model: Any, step: int = 0, **options: Any) -> Any:
+    inputs = batches(2, seed=step)
+    return runner.train(model.training_step, inputs, lambda loss, m: (loss / 2, None), step=step, **options)
+
+
+@pytest.mark.parametrize("kind", [Towers, Horseshoe, Interleaved])
+def test_after_the_first_step_every_weight_is_where_it_is_used_and_steps_stay_exact(
+    kind: Any, borrowed: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    reference = copy.deepcopy(model)
+    runner = PipelineRunner(model, ["cpu", "cpu"])
+    away = []
+    try:
+        for step in range(3):
+            borrowed.clear()
+            reference.zero_grad()
+            accumulate(reference, reference.training_step, batches(2, seed=step))
+            assert_same_gradients(model, reference, result := train(runner, model, step))
+            away.append(sum(p.numel() for p in model.parameters() if id(p) in borrowed and p.dim() > 0))
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                    p -= 0.1 * result.gradients[p]
+                    q -= 0.1 * q.grad
+        assert away[0] > 0
+        assert away[1:] == [0, 0]
+        assert max(row.share for row in runner.stage_table()) < 0.6
+    finally:
+        runner.close()
+    assert caplog.text.count("modules run in another order than they are registered in") == 1
+
+
+def test_gradients_that_continue_an_earlier_step_survive_the_new_cut() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    reference = copy.deepcopy(model)
+    runner = PipelineRunner(model, ["cpu", "cpu"])
+    try:
+        for step in range(2):
+            accumulate(reference, reference.training_step, batches(2, seed=step))
+            result = train(runner, model, step, accumulate=True)
+            for p, gradient in result.gradients.items():
+                p.grad = gradient
+        assert_same_gradients(model, reference, result)
+    finally:
+        runner.close()
+
+
+def test_cuts_of_the_user_stay_and_what_runs_between_them_is_placed(borrowed: set[int]) -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    runner = PipelineRunner(model, ["cpu", "cpu"], stages=["text"])
+    try:
+        assert runner.stage_table()[1].share > 0.9  # what is registered after the cut, as far as can be known
+        train(runner, model)
+        assert [row.first_module for row in runner.stage_table()] == ["(start)", "text"]
+        borrowed.clear()
+        train(runner, model, 1)
+        assert borrowed <= {id(model.scale)}
+    finally:
+        runner.close()
+
+
+def test_modules_that_run_as_they_are_registered_keep_their_stages(caplog: pytest.LogCaptureFixture) -> None:
+    model = Chain()
+    runner = PipelineRunner(model, ["cpu", "cpu"])
+    try:
+        stages = runner.stages
+        train(runner, model)
+        assert runner.stages is stages
+    finally:
+        runner.close()
+    assert not caplog.messages
+
+
+def test_a_first_step_that_fails_is_watched_again_and_no_hook_is_left(borrowed: set[int]) -> None:
+    model = Towers()
+    runner = PipelineRunner(model, ["cpu", "cpu"])
+    try:
+        with pytest.raises(ValueError, match="no"):
+            runner.train(lambda _: (_ for _ in ()).throw(ValueError("no")), [1], lambda loss, m: (loss, None))
+        train(runner, model)
+        borrowed.clear()
+        train(runner, model)
+        assert borrowed <= {id(model.scale)}
+    finally:
+        runner.close()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_compiled_modules_stay_in_order_of_registration() -> None:
+    """A hook inside of compiled code would be compiled, and compiled again without it."""
+    model = Towers()
+    model.vision.compile(backend="eager")
+    runner = PipelineRunner(model, ["cpu", "cpu"])
+    try:
+        train(runner, model)
+        assert runner.stages.order is AS_REGISTERED
+    finally:
+        runner.close()
+
+
+def test_modules_that_are_never_called_follow_their_parents() -> None:
+    """Attention uses the weights of its `out_proj` itself."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 1)
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(*[self.first(x)] * 3)[0]
+
+    model = Late()
+    attention = model.attention
+    assert AS_REGISTERED.modules(model) == [model, attention, attention.out_proj, model.first]
+    order = RunningOrder({id(module): time for time, module in enumerate([model, model.first, attention])})
+    assert order.modules(model) == [model, model.first, attention, attention.out_proj]
+
+
+def test_stages_are_cut_anew_only_at_modules_that_are_called_and_called_once() -> None:
+    """Elsewhere a stage would never begin, or begin twice."""
+    model = nn.Module()
+    model.once = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model.twice, model.never = nn.Linear(WIDTH, 9 * WIDTH), nn.Linear(WIDTH, 9 * WIDTH)
+    model.partly = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    called = [model.twice, *model.partly, model.once, *model.once]
+    order = RunningOrder({id(module): time for time, module in enumerate(called)}, frozenset([id(model.twice)]))
+    for stages in (2, 3, 4):
+        found = [name for name, _ in balanced_entries(model, stages, order=order).entries]
+        assert len(found) == stages - 1
+        assert not {"twice", "never", "partly"} & set(found), found
+    with pytest.raises(ConfigurationError, match="too few"):
+        balanced_entries(model, 8, order=order)
+
+
+def test_the_state_of_an_optimizer_follows_its_parameters() -> None:
+    """After a resume there are moments before the first step."""
+    parameter, other = nn.Parameter(torch.ones(2, device="meta")), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter, other], lr=0.1, momentum=0.9)
+    for p in (parameter, other):
+        optimizer.state[p]["momentum_buffer"] = torch.ones(2)
+    hook = optimizers_follow({parameter: torch.device("cpu")})
+    optimizer.step()
+    hook.remove()
+    devices = [optimizer.state[p]["momentum_buffer"].device.type for p in (parameter, other)]
+    assert devices == ["meta", "cpu"]
+
+
+@pytest.mark.gpu(2)
+def test_weights_gradients_and_moments_move_between_gpus() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    runner = PipelineRunner(model, [0, 1])
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        before = {p: p.device for p in model.parameters()}
+        for step in range(2):
+            for p, gradient in train(runner, model, step).gradients.items():
+                p.grad = gradient
+            optimizer.step()
+        assert any(p.device != device for p, device in before.items())
+        assert all(optimizer.state[p]["exp_avg"].device == p.device for p in before)
+    finally:
+        runner.close()
