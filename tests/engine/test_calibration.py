@@ -86,8 +86,8 @@ def test_waits_inside_of_a_visit_are_no_compute(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device, "mark", Tick)
     model = stack(2)
     found = calibrate_chunks(model, lambda: model(data()).mean(), device, RATES, chunks="blocks.*", resident_below=0)
-    # A visit looks at its begin and its end. In a backward so does the copy of the gradient, three seconds in all; one of
-    # them does not count, since a CPU computes nothing meanwhile, and one is the recompute's.
+    # A visit looks at its begin and its end. In a backward so does the copy of the gradient, three seconds in all; one
+    # of them does not count, since a CPU computes nothing meanwhile, and one is the recompute's.
     assert [chunk.forward for chunk in found.chunks] == [1.0, 1.0]
     assert [chunk.backward for chunk in found.chunks] == [1.0, 1.0]
 
