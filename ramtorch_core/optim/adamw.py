@@ -243,7 +243,7 @@ def update_in_torch(update: AdamWeight) -> None:
         stored.append(_flat(update.max_exp_avg_sq))
     grads, step = _flat(update.grad), torch.full((), float(update.step), device=device)
     shadow = None if update.shadow is None else _flat(update.shadow)
-    block = BLOCK[device.type]
+    block = BLOCK["cpu" if device.type == "cpu" else "cuda"]
     for start in range(0, master.numel(), block):
         piece = slice(start, min(start + block, master.numel()))
         values = [tensor[piece].float() for tensor in stored]  # float32 itself, otherwise a copy
