@@ -6,6 +6,7 @@
 from ramtorch_core.engine.activations import offload_checkpoint
 from ramtorch_core.engine.census import ChunkRow, format_rows
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
+from ramtorch_core.engine.microbatches import MicrobatchRunner
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
@@ -20,6 +21,7 @@ __all__ = [
     "ChunkSpec",
     "ConfigurationError",
     "HostMemoryError",
+    "MicrobatchRunner",
     "OffloadAdamW",
     "OffloadModel",
     "OffloadResult",

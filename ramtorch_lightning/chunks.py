@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ramtorch_core import ChunkSpec, ConfigurationError
-from ramtorch_lightning._lightning import pl
+from ramtorch_core import ChunkSpec, ConfigurationError, Streamer
+from ramtorch_lightning._lightning import pl, rank_zero_warn
 
 
 def chunk_spec(module: pl.LightningModule, given: ChunkSpec) -> ChunkSpec:
@@ -24,3 +24,13 @@ def chunk_spec(module: pl.LightningModule, given: ChunkSpec) -> ChunkSpec:
         )
     spec: ChunkSpec = configure()
     return spec
+
+
+def warn_of_unused_chunks(streamer: Streamer) -> None:
+    """Name the chunks that the first training batch has not called."""
+    never = streamer.never_visited()
+    if never:
+        rank_zero_warn(
+            f"chunks that the first training batch never called: {', '.join(never)}. If they are used in another way "
+            f"than by calling them, make the module that uses them the chunk."
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, Streamer, attach, format_rows
+from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
 from ramtorch_core.offload import check_options
 from ramtorch_lightning._lightning import (
     Accelerator,
@@ -23,8 +23,8 @@ from ramtorch_lightning._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from ramtorch_lightning.base import HostStrategy
-from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.chunks import chunk_spec, warn_of_unused_chunks
+from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
 from ramtorch_lightning.overlap import StepPath
 from ramtorch_lightning.refusals import (
     allow_clipping,
@@ -36,7 +36,7 @@ from ramtorch_lightning.refusals import (
 from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
 
 
-class OffloadStrategy(HostStrategy):
+class OffloadStrategy(MicrobatchedStrategy):
     """Train and run a model larger than the GPU's memory: weights stay in RAM and stream through a small window.
 
     Results are those of the same model held on the device, bit for bit, with the same optimizer on the host. The
@@ -51,6 +51,9 @@ class OffloadStrategy(HostStrategy):
             "leaves": every module that owns parameters.
         activations: "checkpoint" recomputes a chunk's activations in backward, "keep" keeps them; "recompute" is
             another name of "checkpoint".
+        n_microbatches: into how many parts `training_step` gets each batch; fewer for smaller batches. All of them go
+            through a chunk before the next one, so weights cross once per pass. Results are those of
+            `accumulate_grad_batches` with batches of that size, but for random operations, which draw other numbers.
         gradients: "auto" updates each chunk on the host as soon as its gradients have arrived, while backward goes on,
             if nothing looks at gradients; the log says which way was taken, and why. `.grad` of streamed parameters is
             then None. "published" always steps the optimizer over `.grad`, after backward.
@@ -61,6 +64,7 @@ class OffloadStrategy(HostStrategy):
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
         device: where to compute; by default what `Trainer(accelerator=, devices=)` says.
         host_memory: bytes of RAM that may be used; by default what the system reports as available.
+        split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         accelerator, precision_plugin: passed on to Lightning.
         checkpoint_io: passed on to Lightning; by default checkpoints are written and read without a second copy in RAM.
 
@@ -78,12 +82,14 @@ class OffloadStrategy(HostStrategy):
         pin: int | list[int] | list[str] = 0,
         chunks: ChunkSpec = None,
         activations: Literal["checkpoint", "keep", "recompute"] = "checkpoint",
+        n_microbatches: int = 1,
         gradients: Literal["auto", "published"] = "auto",
         kernel: Literal["auto", "torch"] = "auto",
         stream_dtype: Literal["auto"] | torch.dtype | dict[str, torch.dtype] = "auto",
         resident_below: int = 2**20,
         device: str | int | torch.device | None = None,
         host_memory: int | None = None,
+        split_fn: SplitFn | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -98,6 +104,7 @@ class OffloadStrategy(HostStrategy):
         check_options(window, pin, activations, stream_dtype, resident_below)
         if gradients not in ("auto", "published"):
             raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
+        self._configure_microbatches(n_microbatches, split_fn)
         self._device_given = device is not None
         self._gradients = gradients
         self._chunks = chunks
@@ -115,6 +122,7 @@ class OffloadStrategy(HostStrategy):
         self._steps = 0
         self._logged_table = ""
         self._path: StepPath | None = None
+        self._runner: MicrobatchRunner | None = None
 
     @property
     def streamer(self) -> Streamer:
@@ -177,7 +185,10 @@ class OffloadStrategy(HostStrategy):
         assert self.lightning_module is not None
         self.streamer.conservative = may_write_every_batch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         if self._training:
-            self._path = StepPath(self.streamer, trainer, self.lightning_module, self.optimizers, self._gradients)
+            path = StepPath(self.streamer, trainer, self.lightning_module, self.optimizers, self._gradients)
+            self._path = path
+            if self._microbatches > 1:
+                self._runner = MicrobatchRunner(self.streamer, path.begin_backward, path.end_backward)
 
     @override
     def model_to_device(self) -> None:
@@ -222,17 +233,16 @@ class OffloadStrategy(HostStrategy):
             self._streamer.abandon()
 
     def _detach(self) -> None:
-        streamer, self._streamer = self._streamer, None
-        path, self._path = self._path, None
-        if path is not None:
-            path.close()
-        if streamer is not None:
-            streamer.close()
+        parts = self._runner, self._path, self._streamer
+        self._runner = self._path = self._streamer = None
+        for part in parts:
+            if part is not None:
+                part.close()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_streamer"] = state["_path"] = None
+        state["_streamer"] = state["_path"] = state["_runner"] = None
         return state
 
     # ------------------------------------------------------------------ steps
@@ -242,33 +252,34 @@ class OffloadStrategy(HostStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         with self.precision_plugin.train_step_context(), self._scope():
-            return self.lightning_module.training_step(*args, **kwargs)
+            if self._runner is not None and module.automatic_optimization:
+                return self._train(module, self._runner, args, kwargs)
+            return module.training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context(), self._scope():
-            return self.lightning_module.validation_step(*args, **kwargs)
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), self._scope():
-            return self.lightning_module.test_step(*args, **kwargs)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.predict_step_context(), self._scope():
-            return self.lightning_module.predict_step(*args, **kwargs)
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _evaluate(self, name: str, context: AbstractContextManager[None], args: Any, kwargs: Any) -> Any:
+        with context, self._scope():
+            return getattr(self.lightning_module, name)(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._streamer is not None:
             self._streamer.begin_lending()
-        if self._path is not None:
+        if self._path is not None and self._runner is None:  # else its backward has been
             self._path.begin_backward()
 
     @override
@@ -286,39 +297,13 @@ class OffloadStrategy(HostStrategy):
             self._streamer.refresh()
         return output
 
-    # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
-    @override
-    def on_train_start(self) -> None:
-        self._invalidate()
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._steps += 1
         if batch_idx == 0:
             self._invalidate()
         if self._steps == 2 and self._streamer is not None:
-            never = self._streamer.never_visited()
-            if never:
-                rank_zero_warn(
-                    f"chunks that the first training batch never called: {', '.join(never)}. If they are used in "
-                    f"another way than by calling them, make the module that uses them the chunk."
-                )
-
-    @override
-    def on_validation_start(self) -> None:
-        self._invalidate()
-
-    @override
-    def on_validation_end(self) -> None:
-        self._invalidate()
-
-    @override
-    def on_test_start(self) -> None:
-        self._invalidate()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._invalidate()
+            warn_of_unused_chunks(self._streamer)
 
     def _wait(self) -> None:
         if self._streamer is not None:
@@ -328,6 +313,9 @@ class OffloadStrategy(HostStrategy):
         self._wait()
         if self._streamer is not None:
             self._streamer.invalidate()
+
+    # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
+    on_train_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _invalidate
 
     # ------------------------------------------------------------------ state
 
@@ -340,6 +328,11 @@ class OffloadStrategy(HostStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._wait()
         return super().optimizer_state(optimizer)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._wait()
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

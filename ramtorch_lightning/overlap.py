@@ -10,10 +10,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ramtorch_core import Streamer, why_whole
-from ramtorch_lightning._lightning import is_overridden, pl, rank_zero_info
+from ramtorch_lightning._lightning import Precision, is_overridden, pl, rank_zero_info
 
 __all__ = ["StepPath", "why_published"]
 
+_OWN_PACKAGES = ("lightning", "pytorch_lightning", "ramtorch_lightning")
+_HOOKS_BETWEEN_STEPS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
 _HOOKS_THAT_SEE_GRADIENTS = (
     "backward",
     "on_before_backward",
@@ -40,10 +42,16 @@ def why_published(module: pl.LightningModule, trainer: pl.Trainer, optimizers: S
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(pl.Callback, hook, None):
                 return f"{type(callback).__name__}.{hook} may look at gradients"
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+    precision = trainer.precision_plugin
+    if type(precision).__module__.partition(".")[0] not in _OWN_PACKAGES:
+        return f"{type(precision).__name__} is not Lightning's own, and may look at gradients"
+    if getattr(precision, "scaler", None) is not None:
         return "gradients are scaled (precision='16-mixed')"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         return "gradients are clipped by value"
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            return f"'{name or type(part).__name__}' has backward hooks, which may look at weights"
     return next(filter(None, map(why_whole, optimizers)), None)
 
 
@@ -65,39 +73,54 @@ class StepPath:
         optimizers: Sequence[Optimizer],
         gradients: str,
     ) -> None:
-        self._streamer, self._trainer = streamer, trainer
+        self._streamer, self._trainer, self._module = streamer, trainer, module
         self._stepping: Optimizer | None = None  # whose step the backward under way may begin
         self._waiting: pl.Callback | None = None
         reason = "gradients='published'" if gradients == "published" else why_published(module, trainer, optimizers)
         self.overlaps = reason is None and bool(streamer.groups)
         updates = streamer.updates
         if self.overlaps:
-            updates.run_on = not streamer.conservative
+            if trainer.gradient_clip_val or _accumulates(trainer):
+                streamer.check_host_memory(overlapped=False)  # gradients of the whole model wait for the last one
+            between = any(is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_BETWEEN_STEPS)
+            updates.run_on = not streamer.conservative and not between
             self._waiting = _WaitForUpdates(updates.wait)
             trainer.callbacks.insert(0, self._waiting)  # type: ignore[attr-defined]
             until = ", and while the next forward goes on" if updates.run_on else ""
             rank_zero_info(f"OffloadStrategy: chunks are updated while backward goes on{until}; {updates.describe()}")
         else:
-            streamer.check_host_memory(overlapped=False)
-            if streamer.groups:
-                rank_zero_info(f"OffloadStrategy: optimizers step after backward, over published gradients: {reason}")
+            self._publish(reason)
+
+    def _publish(self, reason: str | None) -> None:
+        self.overlaps = False
+        self._streamer.check_host_memory(overlapped=False)
+        if self._streamer.groups:
+            rank_zero_info(f"OffloadStrategy: optimizers step after backward, over published gradients: {reason}")
 
     @contextlib.contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the Trainer's optimizer step, backward included."""
         precision: Any = self._trainer.precision_plugin
-        precision.clip_grad_by_norm = self._clip
+        own = type(precision).clip_grad_by_norm is not Precision.clip_grad_by_norm
+        if not own:
+            precision.clip_grad_by_norm = self._clip
         self._stepping = optimizer
         try:
             yield
         finally:
             self._stepping = None
-            del precision.clip_grad_by_norm  # leaves the class's own
+            if not own:
+                del precision.clip_grad_by_norm  # leaves the class's own
 
     def begin_backward(self) -> None:
         """The backward begins after which the optimizer steps, if one is to."""
-        if self.overlaps and self._stepping is not None:
+        if not self.overlaps or self._stepping is None:
+            return
+        reason = why_published(self._module, self._trainer, [self._stepping])  # hooks may have come since the set-up
+        if reason is None:
             self._streamer.updates.begin(self._stepping, hold=bool(self._trainer.gradient_clip_val))
+        else:
+            self._publish(reason)
 
     def end_backward(self) -> None:
         """That backward is over."""
@@ -112,6 +135,16 @@ class StepPath:
         self._streamer.updates.clip(self._trainer.precision_plugin.main_params(optimizer), max_norm)
 
 
+def _accumulates(trainer: pl.Trainer) -> bool:
+    """Whether optimizers step over the gradients of several batches, now or in a later epoch."""
+    schedulers = [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+    ]
+    return trainer.accumulate_grad_batches > 1 or any(each.going_to_accumulate_grad_batches() for each in schedulers)
+
+
 class _WaitForUpdates(pl.Callback):
     """Goes before all other callbacks: hooks that run now and then see finished updates.
 
@@ -120,6 +153,9 @@ class _WaitForUpdates(pl.Callback):
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_wait": _nothing}  # a copy of the Trainer's callbacks has no engine to wait for
 
     @override
     def on_train_epoch_end(self, *_: Any) -> None:
@@ -141,3 +177,7 @@ class _WaitForUpdates(pl.Callback):
     def on_exception(self, *_: Any) -> None:
         with contextlib.suppress(BaseException):  # the first error is the one to report
             self._wait()
+
+
+def _nothing() -> None:
+    pass

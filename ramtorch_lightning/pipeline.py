@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -17,37 +16,28 @@ from ramtorch_core.pipeline import (
     ScheduleSpec,
     StageRow,
     StageSpec,
-    StepResult,
-    batch_size,
     format_stage_rows,
     join,
     plan_schedule,
     resolve_devices,
-    sizes_of,
-    split,
 )
 from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
     Precision,
     TrainerFn,
-    is_overridden,
     pl,
     rank_zero_info,
-    rank_zero_warn,
 )
-from ramtorch_lightning.base import HostStrategy
 from ramtorch_lightning.logs import LogCapture
-from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
+from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
 
 __all__ = ["PipelineStrategy"]
-
-SplitFn = Callable[[Any, int], Sequence[Any]]
 
 _UNSUPPORTED_PRECISION = ("BitsandbytesPrecision", "TransformerEnginePrecision", "DeepSpeedPrecision", "FSDPPrecision")
 
 
-class PipelineStrategy(HostStrategy):
+class PipelineStrategy(MicrobatchedStrategy):
     """Train and run a model across several GPUs in one process: each holds one stage, microbatches flow through them.
 
     `training_step` runs once per microbatch, unchanged. Results are those of
@@ -95,20 +85,16 @@ class PipelineStrategy(HostStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        if n_microbatches < 1:
-            raise ConfigurationError(f"n_microbatches={n_microbatches!r}: at least 1 is needed")
+        self._configure_microbatches(n_microbatches, split_fn)
         if evaluate not in ("pipelined", "whole"):
             raise ConfigurationError(f"evaluate={evaluate!r}: use 'pipelined' or 'whole'")
         self._devices = None if devices is None else resolve_devices(devices)
         self._schedule = schedule
-        self._microbatches = n_microbatches
         self._stages = stages
         self._balance = balance
         self._device_weights = device_weights
-        self._split_fn = split_fn
         self._evaluate = evaluate
         self._runner: PipelineRunner | None = None
-        self._told: set[str] = set()
         if self._devices is not None:
             self._choose_root()
 
@@ -220,65 +206,7 @@ class PipelineStrategy(HostStrategy):
             if not module.automatic_optimization:
                 with self.runner.transparent():
                     return module.training_step(*args, **kwargs)
-            return self._train(module, args, kwargs)
-
-    def _train(self, module: pl.LightningModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        trainer = module.trainer
-        inputs, sizes = self._split(args[0])
-        logs = LogCapture(module, sizes)
-
-        def step(item: tuple[int, Any]) -> Any:
-            with logs.microbatch(item[0]):
-                return module.training_step(item[1], *args[1:], **kwargs)
-
-        share = Share(sizes, trainer.accumulate_grad_batches, self._loss_scale())
-        watched = is_overridden("backward", module)  # the user's own backward may scale the loss
-        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        number = trainer.fit_loop.epoch_loop.total_batch_idx
-        if first and not sees_old_gradients(trainer):
-            drop_gradients(self.optimizers)
-        with logs.active():
-            if skips_backward(trainer):
-                outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
-                result = StepResult(outputs, {})
-            else:
-                accumulate = not (first or watched)
-                result = self.runner.train(
-                    step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number
-                )
-        logs.replay()
-        return publishing(result, share, sizes, watched)
-
-    def _loss_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None:
-            return None
-        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
-        return scale
-
-    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """The microbatches of `batch`, and their sizes."""
-        if self._split_fn is not None:
-            parts = list(self._split_fn(batch, self._microbatches))
-            if not parts:
-                raise ConfigurationError("split_fn returned no microbatch")
-            sizes = [size if isinstance(size := batch_size(part), int) else 1 for part in parts]
-            return parts, sizes
-        size = batch_size(batch)
-        if isinstance(size, str) or size == 0:
-            if self._microbatches > 1:
-                self._tell_once(
-                    f"a batch runs as one microbatch, without overlap: {size or 'it is empty'}. Pass "
-                    f"PipelineStrategy(split_fn=...), a function (batch, n) -> list of microbatches."
-                )
-            return [batch], [1]
-        sizes = sizes_of(size, self._microbatches)
-        return (split(batch, sizes) if len(sizes) > 1 else [batch]), sizes
-
-    def _tell_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            rank_zero_warn(message)
+            return self._train(module, self.runner, args, kwargs)
 
     # ------------------------------------------------------------------ evaluation
 

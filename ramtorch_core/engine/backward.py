@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,37 @@ class BackwardTask:
             self._abandon()
 
 
+class _Sum:
+    """The gradients of a group over several visits, in the dtypes in which plain accumulation would add them."""
+
+    def __init__(self) -> None:
+        self.visits = 0
+        self.grads: dict[Weight, Tensor] = {}
+        self._owned: set[Weight] = set()
+
+    def add(self, grads: Mapping[Weight, Tensor], earlier: Callable[[Weight], Tensor | None]) -> None:
+        """Add the gradients of one more visit.
+
+        Args:
+            earlier: gives the device copy of what earlier steps have left for a weight.
+        """
+        self.visits += 1
+        with torch.no_grad():
+            for weight, grad in grads.items():
+                known = self.grads.get(weight)
+                if known is None:
+                    known = earlier(weight)
+                    if known is None:
+                        self.grads[weight] = grad
+                        continue
+                    self._owned.add(weight)
+                elif weight not in self._owned:
+                    self._owned.add(weight)
+                    wide = weight.parameter.dtype if weight.parameter.dtype.itemsize >= 4 else torch.float32
+                    known = known.to(wide, copy=True)
+                self.grads[weight] = known.add_(grad)
+
+
 class BackwardPasses:
     """The backward passes under way, one inside another at the most, and the gradients that they leave.
 
@@ -78,6 +110,8 @@ class BackwardPasses:
         self.finished: Callable[[], None]
         self.failed: Callable[[], None]
         self._tasks: weakref.WeakValueDictionary[int, BackwardTask] = weakref.WeakValueDictionary()
+        self._sums: dict[WeightGroup, _Sum] | None = None  # of several backwards that are one step
+        self._visits: int | None = None
 
     def enter(self) -> BackwardTask | None:
         """A sign of a backward: take part in it until it ends. None outside of any.
@@ -130,9 +164,39 @@ class BackwardPasses:
             if grad is not None:
                 known, dtype = bucket.get(weight), weight.parameter.dtype
                 bucket[weight] = grad if known is None else known.to(dtype) + grad.to(dtype)
-        if not any(other.is_due() for other in self.inventory.loans.get(group, ())):
+        if self._sums is not None:
+            self._add(self._sums, group, bucket)
+        elif not any(other.is_due() for other in self.inventory.loans.get(group, ())):
             self._send(group, bucket)
         self.visit_over(group)
+
+    @property
+    def together(self) -> bool:
+        """Whether the backwards under way are one step."""
+        return self._sums is not None
+
+    def begin_together(self, visits: int | None) -> None:
+        """The backwards until `end_together` are one step: their gradients add up on the device.
+
+        Args:
+            visits: of each group, after which its gradients may leave; None if that is not known.
+        """
+        self._sums, self._visits = {}, visits
+
+    def end_together(self) -> None:
+        """All of them are over: what is left leaves the device, and gradients are published."""
+        sums, self._sums = self._sums, None
+        for group, total in (sums or {}).items():
+            self._send(group, total.grads, whole=True)
+        self._finish_outermost()
+
+    def _add(self, sums: dict[WeightGroup, _Sum], group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+        """Add the gradients of one visit; after the group's last one, send them."""
+        total = sums.setdefault(group, _Sum())
+        total.add(bucket, partial(self.gradients.recall, group))
+        bucket.clear()
+        if total.visits == self._visits and group.index >= 0:
+            self._send(group, total.grads, whole=True)
 
     def abandon(self) -> None:
         """Drop what the passes under way have left."""
@@ -142,6 +206,7 @@ class BackwardPasses:
             self.inventory.rest.leave()
         self.open = 0
         self._tasks.clear()
+        self._sums = None
         self.updates.drop()
         self.gradients.drop()
 
@@ -153,16 +218,20 @@ class BackwardPasses:
             self.inventory.rest.leave()
             if self.open == 0:
                 self.visit_over(None)
-                self.gradients.finish()
-                self.updates.backward_over()
-                self.finished()
+                if self._sums is None:
+                    self._finish_outermost()
         except BaseException:
             self.failed()
             raise
 
-    def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+    def _finish_outermost(self) -> None:
+        self.gradients.finish()
+        self.updates.backward_over()
+        self.finished()
+
+    def _send(self, group: WeightGroup, bucket: dict[Weight, Tensor], *, whole: bool = False) -> None:
         if bucket:
-            self.updates.take(group, bucket)
+            self.updates.take(group, bucket, whole=whole or self.inventory.follower.forwards[group.index] == 1)
         if bucket:
             self.gradients.receive(group, [bucket.get(weight) for weight in group.weights])
             bucket.clear()

@@ -30,6 +30,7 @@ from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.weights import WeightGroup, separate
 from ramtorch_core.memory.window import Window
+from ramtorch_core.plan.itinerary import Itinerary
 
 
 class Streamer:
@@ -146,6 +147,11 @@ class Streamer:
     def conservative(self, value: bool) -> None:
         self._freshness.conservative = value
 
+    @property
+    def last_itinerary(self) -> Itinerary:
+        """The visits of the last step; none before the first."""
+        return self._inventory.follower.last[0] if self._inventory.built else ()
+
     def chunk_table(self) -> list[ChunkRow]:
         """What streams and what stays, and why."""
         return self._inventory.rows()
@@ -203,6 +209,30 @@ class Streamer:
             self._depth -= 1
             if outermost:
                 self._end_scope(observing, failed)
+
+    @contextlib.contextmanager
+    def together(self, visits: int | None = None) -> Iterator[None]:
+        """Several forwards and backwards, in any order of their visits, that are one step.
+
+        Their gradients add up on the device, and leave it once.
+
+        Args:
+            visits: backward visits of each chunk, after which its gradients leave; by default they stay until the end.
+        """
+        with self.scope():
+            self._backwards.begin_together(visits)
+            try:
+                yield
+                self.finish_together()
+            except BaseException:
+                self.abandon()
+                raise
+
+    def finish_together(self) -> None:
+        """The last backward of `together` is over: publish gradients now. Idempotent."""
+        if self._backwards.together:
+            with torch._C.DisableTorchFunction():
+                self._backwards.end_together()
 
     def begin_lending(self) -> None:
         """Around a backward, until `end_lending`: modules compute with device tensors, and no step begins or ends."""

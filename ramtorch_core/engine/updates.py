@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,18 +17,22 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from ramtorch_core.engine.observe import HARMLESS
 from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.gradients import Gradients, flat_in
+from ramtorch_core.memory.gradients import Gradients
+from ramtorch_core.memory.host import aligned
 from ramtorch_core.memory.staging import STAGING_BUFFERS, Staging
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim.compiled import adam_kernel
 from ramtorch_core.optim.norms import Norms
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, why_whole
-from ramtorch_core.optim.updater import GroupUpdate, Updater
+from ramtorch_core.optim.updater import GroupUpdate, Updater, processors
 
 if TYPE_CHECKING:
     from ramtorch_core.engine.inventory import Inventory
 
 WATCHED_STEPS = 2
+
+_gradient: Any = Tensor.grad
+_NO_USE = HARMLESS | {_gradient.__get__, _gradient.__set__, _gradient.__delete__}
 
 
 class Updates:
@@ -51,9 +56,10 @@ class Updates:
         self.run_on = False
         self.updater = Updater(max(1, processors() - 1))
         self._norms = Norms()
-        self._staging: Staging | None = None
+        self._staging: dict[WeightGroup | None, Staging] = {}
         self._recipes: dict[nn.Parameter, Recipe] | None = None
         self._held = False
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps the last updates are of
         self._handed: dict[WeightGroup, set[nn.Parameter]] = {}
         self._outside: set[nn.Parameter] = set()
         self._steps = 0  # that overlapped
@@ -71,18 +77,23 @@ class Updates:
     def overlap(self, *optimizers: Optimizer, hold: bool = False) -> Iterator[None]:
         """The one backward inside is followed by a step of these optimizers: begin that step while it runs.
 
-        Afterwards `.grad` of the weights that were taken is None, and `optimizer.step()`, which is called as always,
-        leaves them alone. It steps the others, whose gradients are published.
+        Updates use the options that the optimizers have at the beginning, such as learning rates. Afterwards `.grad` of
+        the weights that were taken is None, and `optimizer.step()`, which is called as always, leaves them alone. It
+        steps the others, whose gradients are published.
 
         Args:
             hold: update nothing before `release`, because the gradients will be scaled.
 
         Raises:
             ConfigurationError: an optimizer that has to step all its parameters at once.
+            RamtorchError: the updates of the step before are still held.
         """
         self.begin(*optimizers, hold=hold)
         try:
             yield
+        except BaseException:
+            self.drop()
+            raise
         finally:
             self.end()
 
@@ -93,11 +104,11 @@ class Updates:
             if reason is not None:
                 raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
         self.wait()
+        self.updater.begin(adam_kernel() if self._kernel == "auto" else None)
         self._handed.clear()
-        self._held = hold
+        self._held, self._optimizers = hold, weakref.WeakSet(optimizers)
         self._norms.clear()
         self._recipes = {p: recipe for recipe in map(Recipe, optimizers) for p in recipe.options}
-        self.updater.begin(adam_kernel() if self._kernel == "auto" else None)
 
     def end(self) -> None:
         """Leave `overlap`. Idempotent."""
@@ -105,8 +116,11 @@ class Updates:
             self._recipes = None
             self._steps += 1
 
-    def take(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
-        """Backward has left the gradients of a visit: remove from `bucket` those that are taken.
+    def take(self, group: WeightGroup, bucket: dict[Weight, Tensor], *, whole: bool) -> None:
+        """Backward has left gradients: remove from `bucket` those that are taken.
+
+        Args:
+            whole: no visit of the group is to come that would add to them.
 
         Raises:
             RamtorchError: the group was updated in this step already.
@@ -119,7 +133,7 @@ class Updates:
                 f"chunk '{group.name}' got gradients again after its update had begun: there was more than one "
                 f"backward in this step. Pass gradients='published', and the optimizer steps when all of them are over."
             )
-        if self.inventory.follower.forwards[group.index] != 1:
+        if not whole:
             return
         added = any(self._gradients.is_published(group, weight) for weight in bucket)
         chosen = {weight: grad for weight, grad in bucket.items() if self._may_take(group, weight, added)}
@@ -131,14 +145,17 @@ class Updates:
         if added:
             self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
             arrived = self._device.record(self._gradients.stream)
-            grads, finished = self._gradients.withdraw(group, chosen), _nothing
+            grads, finished = self._gradients.withdraw(group, chosen), lambda: None
         else:
-            staging = self._prepare_staging()
+            staging = self._staging_for(group, sum(aligned(grad.nbytes) for grad in chosen.values()))
             buffer = staging.take()
-            arrived = self._gradients.stage(chosen, buffer)
-            grads, finished = {weight: flat_in(buffer, weight) for weight in chosen}, lambda: staging.give(buffer)
-        if self._held:
-            self._norms.add(chosen)
+            finished = partial(staging.give, buffer)
+            try:
+                arrived, grads = self._gradients.stage(chosen, buffer)
+            except BaseException:
+                finished()
+                raise
+        self._norms.note(chosen, self._held)
         updates = [WeightUpdate(weight, grad, recipes[weight.parameter]) for weight, grad in grads.items()]
         self.updater.submit(GroupUpdate(group, updates, arrived, finished, held=self._held))
 
@@ -163,13 +180,25 @@ class Updates:
         """Clip the norm of all gradients of the step, published or taken, and let held updates begin.
 
         Returns the norm before. As `torch.nn.utils.clip_grad_norm_`, to 1e-6.
+
+        Raises:
+            RamtorchError: updates were not held, or are of parameters that are not among these.
         """
         total, scale = self._norms.clip(parameters, max_norm)
-        self.release(scale)
+        self._release(scale)
         return total
 
     def release(self, scale: float = 1.0) -> None:
-        """Let the updates that `hold` held begin, with gradients times `scale`."""
+        """Let the updates that `hold` held begin, with gradients times `scale`. The optimizer's step does the same."""
+        self._norms.clear()
+        self._release(scale)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """This optimizer has stepped: what is held of its step may begin."""
+        if optimizer in self._optimizers:
+            self.release()
+
+    def _release(self, scale: float) -> None:
         if self._held:
             self._held = False
             self.updater.release(scale)
@@ -195,7 +224,11 @@ class Updates:
 
     def took(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's update in the last step was made here."""
-        return any(parameter in parameters for parameters in self._handed.values())
+        return parameter.grad is None and any(parameter in parameters for parameters in self._handed.values())
+
+    def taken(self) -> set[nn.Parameter]:
+        """The parameters whose gradients were taken in this step, or the last one."""
+        return set().union(*self._handed.values())
 
     def watch(self, *, compiled: bool) -> AbstractContextManager[Any]:
         """Around user code between visits: whoever uses a master whose update is pending waits for it.
@@ -244,21 +277,23 @@ class Updates:
         self.end()
         self.updater.drop()
         self._handed.clear()
+        self._held = False
+        self._norms.clear()
 
     def forget(self) -> None:
         """The groups will be others: finish what is under way."""
         self.wait()
         self._handed.clear()
-        self._staging = None
+        self._staging.clear()
 
     def close(self) -> None:
         """Finish what is under way and end the thread. Idempotent."""
         self.updater.close()
-        self._staging = None
+        self._staging.clear()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients on their way occupy."""
-        return 0 if self._staging is None else self._staging.host_bytes()
+        return sum(staging.host_bytes() for staging in self._staging.values())
 
     def _may_take(self, group: WeightGroup, weight: Weight, added: bool) -> bool:
         parameter = weight.parameter
@@ -271,14 +306,15 @@ class Updates:
             return False  # the norm of the sum is known on the host only; in half precision the sum is kept apart
         return parameter.grad is None or self._gradients.is_published(group, weight)
 
-    def _prepare_staging(self) -> Staging:
-        groups = self.inventory.groups
-        nbytes = max((group.nbytes for group in groups), default=0)
-        count = None if self._held else min(STAGING_BUFFERS, len(groups))
-        if self._staging is None or self._staging.nbytes != nbytes:
-            self._staging = Staging(self._device, nbytes, count)
-        self._staging.count = count
-        return self._staging
+    def _staging_for(self, group: WeightGroup, needed: int) -> Staging:
+        """All groups share a few buffers; each has one of its own if updates are held, since all wait at once then."""
+        key, groups = group if self._held else None, self.inventory.groups
+        staging = self._staging.get(key)
+        if staging is None or staging.nbytes < needed:
+            nbytes = needed if self._held else max([needed, *(group.nbytes for group in groups)])
+            count = 1 if self._held else min(STAGING_BUFFERS, len(groups))
+            staging = self._staging[key] = Staging(self._device, nbytes, count)
+        return staging
 
 
 class _Watcher(TorchFunctionMode):
@@ -299,7 +335,7 @@ class _Watcher(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.paused and func not in HARMLESS:
+        if not self.paused and func not in _NO_USE and torch._C._current_graph_task_id() == -1:
             self._look(args)
             self._look(kwargs.values())
         return func(*args, **kwargs)
@@ -312,12 +348,3 @@ class _Watcher(TorchFunctionMode):
                     self._updates.use_outside(*owner)
             elif isinstance(value, (list, tuple)):
                 self._look(value)
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _nothing() -> None:
-    pass

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ramtorch_core.memory.device import Device, Event, Stream
 from ramtorch_core.memory.gradient_books import Book, Gradient
-from ramtorch_core.memory.host import Arena
+from ramtorch_core.memory.host import Arena, aligned
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
 BOUNCE_BYTES = 32 << 20
@@ -81,29 +81,44 @@ class Gradients:
         self._keep(moved, flats)
         return moved
 
-    def stage(self, grads: Mapping[Weight, Tensor], buffer: Arena) -> Event:
-        """Start moving `grads` to a staging buffer, in its group's layout, instead of publishing them. Does not wait.
+    def stage(self, grads: Mapping[Weight, Tensor], buffer: Arena) -> tuple[Event, dict[Weight, Tensor]]:
+        """Start moving `grads` to a staging buffer, one behind the other, instead of publishing them. Does not wait.
 
-        Returns an event after the copies.
+        Returns an event after the copies, and flat host tensors in the masters' memory order.
         """
+        staged: dict[Weight, Tensor] = {}
+        offset = 0
         with torch.no_grad(), torch.inference_mode(False):
             flats = [_flatten(_Run([weight], [grad], False)) for weight, grad in grads.items()]
             produced = self.device.record()
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
                 for weight, flat in zip(grads, flats, strict=True):
-                    staged = flat_in(buffer, weight)
-                    staged.copy_(flat, non_blocking=True)
-                    self.copied_bytes += staged.nbytes
+                    staged[weight] = buffer.flat[offset : offset + flat.nbytes].view(flat.dtype)
+                    staged[weight].copy_(flat, non_blocking=True)
+                    self.copied_bytes += flat.nbytes
+                    offset += aligned(flat.nbytes)
                 moved = self.device.record(self.stream)
         self._keep(moved, flats)
-        return moved
+        return moved, staged
 
     def is_published(self, group: WeightGroup, weight: Weight) -> bool:
         """Whether `.grad` of the master is a gradient from here, to which the next one will be added on the device."""
         book = self._books.get(group)
         gradient = book.gradients.get(weight) if book is not None else None
         return gradient is not None and not gradient.pending and weight.parameter.grad is gradient.host
+
+    def recall(self, group: WeightGroup, weight: Weight) -> Tensor | None:
+        """Take a published gradient back to the device, so that more can be added to it there; None if there is none.
+
+        Gradients of half-precision weights stay: what was published is rounded.
+        """
+        if not self.is_published(group, weight) or _is_half(weight.parameter.dtype):
+            return None
+        with torch.no_grad(), torch.inference_mode(False):
+            gradient = self._books[group].gradients.pop(weight)
+            weight.parameter.grad = None
+            return gradient.host.to(self.device.torch, non_blocking=True, copy=True)
 
     def withdraw(self, group: WeightGroup, weights: Iterable[Weight]) -> dict[Weight, Tensor]:
         """Take gradients that were received back, instead of publishing them.
@@ -276,11 +291,6 @@ class Gradients:
         count = bounce.numel()
         for host, piece in zip(region.split(count), flat.split(count), strict=True):
             yield host, piece, bounce[: piece.numel()]
-
-
-def flat_in(buffer: Arena, weight: Weight) -> Tensor:
-    """This weight's place, as a vector, in a host buffer with its group's layout."""
-    return buffer.flat[weight.offset : weight.offset + weight.nbytes].view(weight.dtype)
 
 
 def _is_half(dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """Staging: page-locked host buffers through which gradients reach the updates that consume them.
 
-A buffer holds one group's gradients, in the group's own layout and in the dtypes in which backward produced them. Their
-number bounds the host memory that gradients take; a backward that is ahead of the updates waits for one.
+A buffer holds one group's gradients, one behind the other, in the dtypes in which backward produced them. Their number
+bounds the host memory that gradients take; a backward that is ahead of the updates waits for one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Staging:
 
     Args:
         nbytes: of one buffer.
-        count: how many there may be; None for as many as are asked for.
+        count: how many there may be.
     """
 
-    def __init__(self, device: Device, nbytes: int, count: int | None) -> None:
+    def __init__(self, device: Device, nbytes: int, count: int) -> None:
         self.device, self.nbytes, self.count = device, nbytes, count
         self.allocated = 0
         self._free: list[Arena] = []
@@ -37,7 +37,7 @@ class Staging:
             HostMemoryError: the system refuses the memory.
         """
         with self._changed:
-            if not self._free and (self.count is None or self.allocated < self.count):
+            if not self._free and self.allocated < self.count:
                 buffer = Arena(self.nbytes, self.device)
                 self.allocated += 1
                 return buffer

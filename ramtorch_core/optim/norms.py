@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.weights import Weight
 
 
@@ -15,13 +16,22 @@ class Norms:
 
     def __init__(self) -> None:
         self._norms: dict[nn.Parameter, Tensor] = {}
+        self._over = False  # gradients that were not scaled, or scaled once, are being used
 
     def clear(self) -> None:
-        """A new step begins."""
+        """The step is over."""
         self._norms.clear()
+        self._over = False
 
-    def add(self, grads: Mapping[Weight, Tensor]) -> None:
-        """Note the norms of these gradients, on their device, in the dtypes in which they would be published."""
+    def note(self, grads: Mapping[Weight, Tensor], held: bool) -> None:
+        """Note the norms of these gradients, on their device, in the dtypes in which they would be published.
+
+        Args:
+            held: they can be scaled later, so `clip` may be called.
+        """
+        if not held:
+            self._over = True
+            return
         with torch.no_grad():
             for weight, grad in grads.items():
                 self._norms[weight.parameter] = torch.linalg.vector_norm(grad.to(weight.parameter.dtype))
@@ -33,14 +43,29 @@ class Norms:
 
         Returns the norm of all before, and the factor, 1 at the most, with which those that were noted have to be
         multiplied.
+
+        Raises:
+            RamtorchError: gradients that were noted cannot be scaled any more, or are of other parameters.
         """
+        parameters = list(parameters)
+        if self._over:
+            raise RamtorchError(
+                "gradients cannot be clipped: they are being used already. Pass hold=True to `overlap`, and clip once, "
+                "before the optimizer's step."
+            )
+        others = len(self._norms.keys() - set(parameters))
+        if others:
+            raise RamtorchError(
+                f"gradients are held of {others} parameters besides the {len(parameters)} to be clipped: clip all "
+                f"parameters of the optimizers in one call"
+            )
+        self._over = bool(self._norms)
         with torch.no_grad():
-            parameters = list(parameters)
             found = [self._norms.get(p) for p in parameters]
             for index, parameter in enumerate(parameters):
                 if found[index] is None and parameter.grad is not None:
                     found[index] = torch.linalg.vector_norm(parameter.grad)
-            norms = [norm.to("cpu", torch.float32) for norm in found if norm is not None]
+            norms = [norm.cpu() for norm in found if norm is not None]
             if not norms:
                 return torch.tensor(0.0), 1.0
             total = torch.linalg.vector_norm(torch.stack(norms))

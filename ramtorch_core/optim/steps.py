@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ramtorch_core.memory.weights import Weight
 from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
@@ -48,11 +49,28 @@ _KNOWN = {
 
 def granularity(optimizer: Optimizer) -> Granularity | None:
     """By what the optimizer's step can be divided; None if that is not known, or it cannot."""
-    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    kind = defining_class(type(optimizer))
     if kind.__module__.startswith("torch.optim"):
         return _KNOWN.get(kind.__name__)
     declared = vars(kind).get("update_granularity")
     return None if declared is None else Granularity(declared)
+
+
+def defining_class(kind: type[Optimizer]) -> type:
+    """The class whose `step` this one runs.
+
+    It is not always the first that has the attribute: with its first object a class that inherits `step` may get a
+    wrapper of its own, which calls hooks.
+    """
+    bases = [base for base in kind.__mro__ if "step" in vars(base)]
+    return next(base for base in reversed(bases) if _unhooked(vars(base)["step"]) is _unhooked(kind.step))
+
+
+def _unhooked(step: Any) -> Any:
+    """The step inside torch's wrapper, which calls hooks and names the step in profiles."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
 
 
 def why_whole(optimizer: Optimizer) -> str | None:
@@ -62,9 +80,19 @@ def why_whole(optimizer: Optimizer) -> str | None:
         return f"{name} is not known to update each parameter independently (see update_granularity)"
     if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is capturable or differentiable"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_optimizer_pre_hooks:
         return f"{name} has step hooks"
+    if _replaced_step(optimizer):
+        return f"the step method of this {name} was replaced"
     return None
+
+
+def _replaced_step(optimizer: Optimizer) -> bool:
+    """Whether the object has a step of its own, other than the wrapper with which LR schedulers count steps."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and _unhooked(getattr(step, "__func__", step)) is not _unhooked(type(optimizer).step)
 
 
 class Recipe:
@@ -98,13 +126,10 @@ class Recipe:
         stand_in.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself
         stand_in.param_groups = [{**options, "params": list(parameters)}]
         stand_in.state = defaultdict(dict, zip(parameters, states, strict=True))
-        step: Any = kind.step
-        if getattr(step, "hooked", False):  # torch's wrapper, which calls hooks and names the step in profiles
-            step = step.__wrapped__
-        step(stand_in)
+        _unhooked(kind.step)(stand_in)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class WeightUpdate:
     """One weight's part of a step.
 
@@ -126,16 +151,18 @@ def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel 
         kernel: used where it applies; without it, the optimizers' own code.
         threads: for the kernel. Torch's operations use torch's.
     """
-    fast: list[AdamWeight] = []
+    fast: dict[WeightUpdate, AdamWeight] = {}
     with torch.no_grad():
         for each in updates:
             row = None if kernel is None else _for_kernel(each, scale)
             if row is not None:
-                fast.append(row)
+                fast[each] = row
             else:
                 _update(each, scale)
         if kernel is not None and fast:
-            kernel(fast, threads)
+            kernel(list(fast.values()), threads)
+            for each in fast:
+                each.recipe.optimizer.state[each.weight.parameter]["step"] += 1
     for each in updates:
         torch.autograd.graph.increment_version(each.weight.parameter)
 
@@ -143,16 +170,14 @@ def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel 
 def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     weight, optimizer = each.weight, each.recipe.optimizer
     master, options = weight.parameter, each.recipe.options[weight.parameter]
-    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    kind = defining_class(type(optimizer))
     shadow = None if weight.own_shadow else weight.shadow
     if kind is AdamW:
         stochastic = _prepare(each, scale)
-        if not suits_kernel(stochastic):
-            return None
-        optimizer.state[master]["step"] += 1
-        return stochastic
+        return stochastic if suits_kernel(stochastic) else None
     suits = (
         kind in (torch.optim.Adam, torch.optim.AdamW)
+        and getattr(type(optimizer), "_init_group", None) is getattr(kind, "_init_group", None)  # its state is torch's
         and master.dtype == torch.float32
         and master.stride() == weight.stride
         and takes(each.grad.dtype, None if shadow is None else shadow.dtype)
@@ -168,7 +193,6 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     moments = state["exp_avg"], state["exp_avg_sq"]
     if any(moment.stride() != weight.stride or moment.dtype != torch.float32 for moment in moments):
         return None
-    state["step"] += 1
     decoupled = kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay"))
     beta1, beta2 = map(float, options["betas"])
     return AdamWeight(
@@ -176,7 +200,7 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
         *moments,
         each.grad,
         shadow,
-        step=int(state["step"]),
+        step=int(state["step"]) + 1,
         lr=float(options["lr"]),
         beta1=beta1,
         beta2=beta2,
@@ -200,7 +224,7 @@ def _prepare(each: WeightUpdate, scale: float) -> AdamWeight:
 def _update(each: WeightUpdate, scale: float) -> None:
     """The optimizer's own code, in blocks if its state allows that, at the first step (which makes the state) whole."""
     weight, recipe = each.weight, each.recipe
-    if next(base for base in type(recipe.optimizer).__mro__ if "step" in vars(base)) is AdamW:
+    if defining_class(type(recipe.optimizer)) is AdamW:
         update_in_torch(_prepare(each, scale))
         recipe.optimizer.state[weight.parameter]["step"] += 1
         return
@@ -208,7 +232,7 @@ def _update(each: WeightUpdate, scale: float) -> None:
     state = recipe.optimizer.state.get(weight.parameter, {})
     shadow = None if weight.own_shadow else weight.shadow
     views = _flat_state(state, weight) if recipe.granularity is Granularity.ELEMENT and state else None
-    if views is None or master.stride() != weight.stride:
+    if views is None or master.stride() != weight.stride or master.numel() == 0:
         grad = torch.empty_strided(weight.size, weight.stride, dtype=master.dtype)
         _flat(grad).copy_(each.grad)
         if scale != 1.0:
@@ -223,6 +247,7 @@ def _update(each: WeightUpdate, scale: float) -> None:
     flat, scratch = _flat(master), torch.empty(min(BLOCK, master.numel()), dtype=master.dtype)
     flat_shadow = None if shadow is None else _flat(shadow)
     last: dict[str, Any] = {}
+    made: dict[str, Tensor] = {}  # state that this step adds
     for start in range(0, flat.numel(), BLOCK):
         piece = slice(start, min(start + BLOCK, flat.numel()))
         block, count = flat[piece], piece.stop - piece.start
@@ -232,12 +257,17 @@ def _update(each: WeightUpdate, scale: float) -> None:
         cut = {key: view[piece] for key, view in views.items()}
         last = {key: cut[key] if key in cut else _snapshot(value) for key, value in state.items()}
         recipe.step([block], recipe.options[weight.parameter], [last])
+        for key, value in last.items():
+            if key not in state and isinstance(value, Tensor) and value.size() == block.size() != master.size():
+                if key not in made:
+                    made[key] = torch.empty_strided(weight.size, weight.stride, dtype=value.dtype)
+                _flat(made[key])[piece].copy_(value)
         for key, view in cut.items():
             if last[key] is not view:
                 view.copy_(last[key])
         if flat_shadow is not None:
             flat_shadow[piece].copy_(block)
-    for key, value in last.items():
+    for key, value in (last | made).items():
         if key not in views:
             known = state.get(key)
             if isinstance(known, Tensor):
@@ -250,6 +280,8 @@ def _flat_state(state: Mapping[str, Any], weight: Weight) -> dict[str, Tensor] |
     """The state's tensors as vectors in the weight's memory order; None if some cannot be cut into blocks."""
     views = {}
     for key, value in state.items():
+        if value is None:
+            return None  # the step will make it
         if not isinstance(value, Tensor) or (value.numel() == 1 and math.prod(weight.size) != 1):
             continue
         if value.size() != weight.size or value.stride() != weight.stride:
@@ -263,4 +295,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _snapshot(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return type(value)([_snapshot(item) for item in value])
     return value.clone() if isinstance(value, Tensor) else value

@@ -2,15 +2,18 @@
 
 One thread. While backward runs, groups are updated in the order of their arrival; after it, the lowest first, because
 the next forward needs it first. From `submit` until its update is finished a group belongs to the updater: nobody else
-reads or writes its masters, its shadows or their state, and everybody who wants to calls `wait` before.
+reads or writes its masters, its shadows or their state, and everybody who wants to calls `wait` before. What is held
+belongs to the submitting thread until it calls `release`, so nobody waits for that.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Event
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.optim.compiled import AdamKernel
@@ -39,6 +42,9 @@ class Updater:
     Args:
         threads: for the compiled kernel.
 
+    An error in an update is raised once, by whatever waits or submits next; updates that had not begun are forgotten.
+    A process that was forked off has no such thread, and nothing to wait for.
+
     Attributes:
         kernel: the compiled kernel, or None for the optimizers' own code.
         updated: groups, over the whole life.
@@ -58,18 +64,35 @@ class Updater:
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def begin(self, kernel: AdamKernel | None) -> None:
-        """A backward begins whose gradients will be submitted, to be updated with `kernel`."""
+        """A backward begins whose gradients will be submitted, to be updated with `kernel`.
+
+        Raises:
+            RamtorchError: updates of the one before are held.
+        """
         with self._changed:
+            if self._queue:
+                raise RamtorchError(
+                    "the updates of the last backward are held: call clip(), release() or the optimizer's step() "
+                    "before the next one, or drop() to forget them"
+                )
             self.kernel = kernel
             self._scale = 1.0
             self._lowest_first = False
             self.order = []
 
     def submit(self, group_update: GroupUpdate) -> None:
-        """Update this group once its gradients have arrived; if it is `held`, after the next `release`."""
+        """Update this group once its gradients have arrived; if it is `held`, after the next `release`.
+
+        Raises:
+            BaseException: what went wrong in an update before; this one is forgotten.
+        """
         with self._changed:
+            if self._error is not None:
+                group_update.arrived.synchronize()
+                group_update.finished()
             self._raise()
             self._pending.add(group_update.group)
             self._queue.append(group_update)
@@ -103,32 +126,45 @@ class Updater:
         return group in self._pending
 
     def wait(self, group: WeightGroup | None = None) -> None:
-        """Wait until the group's update is finished; without an argument, until all are.
+        """Wait until the group's update is finished; without an argument, until all are. Not for what is held.
 
         Raises:
             BaseException: what went wrong in an update.
         """
-        if self._pending or self._error is not None:
+        if (self._pending or self._error is not None) and not self._is_elsewhere():
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._error is not None or (not self._pending if group is None else group not in self._pending)
-                    )
-                )
+                self._changed.wait_for(lambda: self._error is not None or not self._under_way(group))
                 self._raise()
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Idempotent."""
+        """Finish what was submitted, but for what is held, and end the thread. Idempotent."""
+        if os.getpid() != self._process:
+            return  # the lock may be taken, for ever
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+        if self._thread is None:
+            with self._changed:
+                self._return_queued()
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+
+    def _under_way(self, group: WeightGroup | None) -> bool:
+        held = {waiting.group for waiting in self._queue if waiting.held}
+        return bool(self._pending - held) if group is None else group in self._pending and group not in held
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the caller is a part of an update itself, or in a process without the thread."""
+        return threading.current_thread() is self._thread or os.getpid() != self._process
 
     def _next(self) -> GroupUpdate | None:
         """The next group to update; waits for one. None when the updater was closed."""
@@ -155,9 +191,10 @@ class Updater:
                 with self._changed:
                     self._error = error
                     self._return_queued()
+            else:
+                self.updated += 1
             chosen.finished()
             with self._changed:
-                self.updated += 1
                 self._pending.discard(chosen.group)
                 self._changed.notify_all()
             del chosen
@@ -167,7 +204,11 @@ class Updater:
         chosen.group.copied.synchronize()  # no copy reads the shadows any more
         update(chosen.updates, scale=self._scale, kernel=self.kernel, threads=self.threads)
         for each in chosen.updates:
-            each.weight.note(sample=chosen.group.sampled)
+            weight = each.weight
+            if weight.own_shadow and weight.parameter.data_ptr() != weight.shadow.data_ptr():
+                weight.touch()  # user code pointed it at other memory, which has yet to be brought home
+            else:
+                weight.note(sample=chosen.group.sampled)
 
     def _return_queued(self) -> None:
         for dropped in self._queue:
@@ -175,3 +216,8 @@ class Updater:
             dropped.arrived.synchronize()
             dropped.finished()
         self._queue.clear()
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

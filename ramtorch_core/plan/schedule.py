@@ -22,6 +22,7 @@ __all__ = [
     "Op",
     "Schedule",
     "build",
+    "chunk_major",
     "eager_1f1b",
     "forward_only",
     "gpipe",
@@ -237,6 +238,18 @@ def zbv(devices: int, microbatches: int) -> Schedule:
     stages = 2 * devices
     placement = tuple(min(s, stages - 1 - s) for s in range(stages))
     return Schedule("zbv", microbatches, placement, _list_schedule(placement, microbatches))
+
+
+def chunk_major(chunks: int, microbatches: int) -> Schedule:
+    """All microbatches through a chunk before the next one, on one device: weights that stream cross once per pass.
+
+    The last chunk, with the loss behind it, runs forward and backward of each microbatch in turn, so that only one
+    has its outputs in memory.
+    """
+    lane = [Op("F", s, m) for s in range(chunks - 1) for m in range(microbatches)]
+    lane += [Op(kind, chunks - 1, m) for m in range(microbatches) for kind in ("F", "B")]
+    lane += [Op("B", s, m) for s in reversed(range(chunks - 1)) for m in range(microbatches)]
+    return Schedule("chunk_major", microbatches, (0,) * chunks, (tuple(lane),))
 
 
 def forward_only(schedule: Schedule) -> Schedule:

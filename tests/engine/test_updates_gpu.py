@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from stream_gpu_cases import MODELS, Net
 
-from ramtorch_core import attach
+from ramtorch_core import MicrobatchRunner, attach
 from ramtorch_core.optim import updater
 
 DEVICE = "cuda"
@@ -149,6 +149,59 @@ def test_clipped_updates_differ_by_rounding_of_the_norm_only(max_norm: float) ->
     theirs = train(published, overlap=False, amp=None, clip=max_norm, steps=2)[1]
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def train_microbatches(
+    net: Net, *, overlap: bool, amp: torch.dtype | None, batches: int = 3, steps: int = 4, **options: object
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, object]]:
+    """As `train`, the batches of a step being microbatches that go through the chunks together."""
+    engine = attach(net, device=DEVICE, poison=True, resident_below=1024, host_memory=1 << 40, **options)  # type: ignore[arg-type]
+    engine.conservative, engine.updates.run_on = False, True
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    begin = (lambda: engine.updates.begin(optimizer)) if overlap else (lambda: None)
+    runner = MicrobatchRunner(engine, begin, engine.updates.end)
+    losses: list[torch.Tensor] = []
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype=amp, enabled=amp is not None):
+            logits = net(ids)
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) / batches
+
+    try:
+        for step in range(steps):
+            optimizer.zero_grad()
+            generators = [torch.Generator().manual_seed(100 * step + batch) for batch in range(batches)]
+            ids = [torch.randint(512, (4, 32), generator=generator).to(DEVICE) for generator in generators]
+            result = runner.train(forward, ids, lambda loss, _microbatch: (loss, None), step=step)
+            losses += result.outputs
+            for parameter, gradient in result.gradients.items():
+                parameter.grad = gradient
+            optimizer.step()
+            engine.refresh()
+        engine.updates.wait()
+        assert len(engine.follower.last[1]) < 2 * len(engine.groups), "weights crossed for every microbatch"
+        state = copy.deepcopy(optimizer.state_dict())
+    finally:
+        runner.close()
+        engine.close()
+    return losses, {name: p.detach().clone() for name, p in net.named_parameters()}, state
+
+
+@pytest.mark.usefixtures("update_seconds")
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_microbatches_through_each_chunk_together_equal_accumulated_ones(
+    activations: str, window: int, amp: torch.dtype | None, overlap: bool
+) -> None:
+    torch.manual_seed(0)
+    net = Net(MODELS["plain"])
+    accumulated, together = copy.deepcopy(net), copy.deepcopy(net)
+    assert_equal(
+        train_microbatches(together, overlap=overlap, amp=amp, window=window, activations=activations),
+        train(accumulated, overlap=False, amp=amp, batches=3, steps=4, window=window, activations=activations),
+    )
 
 
 def test_an_error_in_backward_is_survived() -> None:

@@ -77,6 +77,7 @@ class Executor:
         *,
         accumulate: bool = False,
         step: int = 0,
+        finish: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
     ) -> StepResult:
         """Call `function` once per microbatch, in the order of `schedule`, with backward if `root` is given.
@@ -89,6 +90,7 @@ class Executor:
                 gradient (None for a scalar), or to None for no backward; runs as part of the last stage.
             accumulate: add to the present `.grad`, as if the step continued earlier ones.
             step: number of the step; random numbers depend on it.
+            finish: called after the last op, before gradients are collected.
             recorder: is told when each op began and ended on the host.
 
         Raises:
@@ -114,6 +116,8 @@ class Executor:
             if turnstile.error is not None:
                 raise turnstile.error
             work.loans.settle()
+            if finish is not None:
+                finish()
             return StepResult(work.outputs, {p: p.grad for p in parameters if p.grad is not None})
         finally:
             turnstile.error = None  # its traceback holds this frame

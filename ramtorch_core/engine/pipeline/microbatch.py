@@ -126,7 +126,9 @@ class Microbatch:
         """Whether the graph of `tensor` belongs to another stage than the current one."""
         node = tensor.grad_fn
         if node is not None:  # a recompute in the backward numbers its nodes anew, and meets the cuts of its forward
-            return id(tensor) in self._arrivals[self.stage] if self.in_backward else node._sequence_nr() < self.low
+            if self.in_backward:
+                return id(tensor) in self._arrivals[self.stage]
+            return self.stage > 0 and node._sequence_nr() < self.low  # a graph from before the step is stage 0's
         return self.homes.get(id(tensor), self.stage) != self.stage or self.may_defer(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:

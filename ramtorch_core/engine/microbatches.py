@@ -1,0 +1,150 @@
+"""Several microbatches as one step on one streamed device, all of them through a chunk before the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ramtorch_core.engine.pipeline.executor import Executor, StepResult
+from ramtorch_core.engine.pipeline.stages import StageMap
+from ramtorch_core.engine.pipeline.step import Root
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.errors import RamtorchError
+from ramtorch_core.plan.itinerary import Direction, Itinerary
+from ramtorch_core.plan.schedule import chunk_major, sequential
+
+log = logging.getLogger(__name__)
+
+__all__ = ["MicrobatchRunner", "order_of_chunks"]
+
+
+class MicrobatchRunner:
+    """Steps of a streamed module, each of several microbatches, until `close`.
+
+    The graph is cut at the chunks, so that weights cross the bus once per pass instead of once per microbatch, and
+    gradients add up on the device and leave it once. For this every chunk has to be called once per microbatch, always
+    in one order: that of the last forward, or at first that of registration. Where it is not, one microbatch runs after
+    the other, and the log says so.
+
+    Args:
+        streamer: attached to the module.
+        begin_updates: called before the first backward whose gradients are those of the whole step; it may begin
+            overlapped updates.
+        end_updates: called after the last backward.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        begin_updates: Callable[[], None] = lambda: None,
+        end_updates: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._streamer, self._begin_updates, self._end_updates = streamer, begin_updates, end_updates
+        self._executor: Executor | None = None
+
+    def train(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        root: Root,
+        *,
+        accumulate: bool = False,
+        step: int = 0,
+    ) -> StepResult:
+        """Forward and backward of all microbatches; see `Executor.run`. `.grad` of what is updated already is None."""
+        try:
+            result = self._train(function, inputs, root, accumulate, step)
+        finally:
+            self._end_updates()
+        taken = self._streamer.updates.taken()
+        for parameter in self._streamer.root.parameters():
+            total = result.gradients.get(parameter)
+            contained = accumulate and total is not None and total is not parameter.grad
+            if parameter.grad is not None and (contained or parameter in taken):
+                parameter.grad = None  # what earlier batches left, to which this step's was added
+        return result
+
+    def _train(
+        self, function: Callable[[Any], Any], inputs: Sequence[Any], root: Root, accumulate: bool, step: int
+    ) -> StepResult:
+        first, executor = self._executor is None, self._executor
+        if executor is None:
+            executor = self._executor = self._cut(self._order())
+        buffers = [(buffer, buffer.clone()) for buffer in self._streamer.root.buffers()] if first else []
+        stages = executor.stages.count
+        if stages == 1:
+            return self._one_by_one(executor, function, inputs, root, accumulate, step)
+        try:
+            with self._streamer.together(len(inputs)):
+                plan, finish = chunk_major(stages, len(inputs)), self._streamer.finish_together
+                begins = self._beginning(root, 0)
+                return executor.run(function, inputs, plan, begins, accumulate=accumulate, step=step, finish=finish)
+        except RamtorchError as error:
+            if not first or "must be entered once per forward" not in str(error):
+                raise
+            log.warning("microbatches run one after the other, so weights cross for each of them: %s", error)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        executor.close()
+        self._executor = self._cut(())
+        return self._one_by_one(self._executor, function, inputs, root, accumulate, step)
+
+    def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
+        """The outputs of `function` for all microbatches, one after the other, without backward."""
+        with self._streamer.scope():
+            return [function(data) for data in inputs]
+
+    def close(self) -> None:
+        """Remove the hooks and end the threads. Idempotent."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
+    def _one_by_one(
+        self,
+        executor: Executor,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        root: Root,
+        accumulate: bool,
+        step: int,
+    ) -> StepResult:
+        with self._streamer.scope():
+            plan, begins = sequential(1, len(inputs)), self._beginning(root, len(inputs) - 1)
+            return executor.run(function, inputs, plan, begins, accumulate=accumulate, step=step)
+
+    def _beginning(self, root: Root, first: int) -> Root:
+        """`root`, which tells before the backward of microbatch `first` that updates may begin."""
+
+        def begins(output: Any, microbatch: int) -> Any:
+            if microbatch == first:
+                self._begin_updates()
+            return root(output, microbatch)
+
+        return begins
+
+    def _order(self) -> list[tuple[str, nn.Module]]:
+        """The chunks after the first, in the order in which they are called."""
+        streamer = self._streamer
+        chunks = [chunk for chunk in streamer.census.chunks if chunk.group is not None]
+        order = order_of_chunks(streamer.last_itinerary)
+        if order is not None and len(order) == len(chunks):
+            chunks = [chunks[index] for index in order]
+        return [(chunk.name, chunk.module) for chunk in chunks[1:]]
+
+    def _cut(self, entries: Sequence[tuple[str, nn.Module]]) -> Executor:
+        stages = StageMap(self._streamer.root, tuple(entries))
+        on_host = {id(p) for p in self._streamer.root.parameters() if p.device != self._streamer.device.torch}
+        stages.homes = {key: stage for key, stage in stages.homes.items() if key not in on_host}
+        return Executor(stages, [self._streamer.device] * stages.count)
+
+
+def order_of_chunks(itinerary: Itinerary) -> tuple[int, ...] | None:
+    """The order in which a step called every chunk once; None if it called one more often."""
+    forward = [visit.chunk for visit in itinerary if visit.direction is Direction.FORWARD]
+    return tuple(forward) if forward and len(set(forward)) == len(forward) else None

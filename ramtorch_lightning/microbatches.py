@@ -1,0 +1,106 @@
+"""A batch in several microbatches: `training_step` runs once for each, and the batch's loss publishes the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ramtorch_core import ConfigurationError
+from ramtorch_core.pipeline import StepResult, batch_size, sizes_of, split
+from ramtorch_lightning._lightning import is_overridden, pl, rank_zero_warn
+from ramtorch_lightning.base import HostStrategy
+from ramtorch_lightning.logs import LogCapture
+from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
+
+__all__ = ["MicrobatchedStrategy", "Runner", "SplitFn"]
+
+SplitFn = Callable[[Any, int], Sequence[Any]]
+"""(batch, n) -> microbatches."""
+
+
+class Runner(Protocol):
+    """Who runs the microbatches of a step."""
+
+    def train(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Sequence[Any],
+        root: Any,
+        *,
+        accumulate: bool = False,
+        step: int = 0,
+    ) -> StepResult:
+        """Forward and backward of all microbatches."""
+
+    def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
+        """The outputs of `function` for all microbatches, without backward."""
+
+
+class MicrobatchedStrategy(HostStrategy):
+    """Splits batches, and puts losses and logs together again."""
+
+    def _configure_microbatches(self, count: int, split_fn: SplitFn | None) -> None:
+        if type(count) is not int or count < 1:
+            raise ConfigurationError(f"n_microbatches={count!r}: at least 1 is needed")
+        self._microbatches, self._split_fn = count, split_fn
+        self._told: set[str] = set()
+
+    def _train(self, module: pl.LightningModule, runner: Runner, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One batch through `training_step`, in microbatches; its loss publishes the gradients in its backward."""
+        trainer = module.trainer
+        inputs, sizes = self._split(args[0])
+        logs = LogCapture(module, sizes)
+
+        def step(item: tuple[int, Any]) -> Any:
+            with logs.microbatch(item[0]):
+                return module.training_step(item[1], *args[1:], **kwargs)
+
+        share = Share(sizes, trainer.accumulate_grad_batches, self._loss_scale())
+        watched = is_overridden("backward", module)  # the user's own backward may scale the loss
+        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        if first and not sees_old_gradients(trainer):
+            drop_gradients(self.optimizers)
+        with logs.active():
+            if skips_backward(trainer):
+                outputs = runner.evaluate(step, list(enumerate(inputs)), step=number)
+                result = StepResult(outputs, {})
+            else:
+                accumulate = not (first or watched)
+                result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
+        logs.replay()
+        return publishing(result, share, sizes, watched)
+
+    def _loss_scale(self) -> Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None:
+            return None
+        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
+        return scale
+
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches of `batch`, and their sizes."""
+        if self._split_fn is not None:
+            parts = list(self._split_fn(batch, self._microbatches))
+            if not parts:
+                raise ConfigurationError("split_fn returned no microbatch")
+            sizes = [size if isinstance(size := batch_size(part), int) else 1 for part in parts]
+            return parts, sizes
+        size = batch_size(batch)
+        if isinstance(size, str) or size == 0:
+            if self._microbatches > 1:
+                self._tell_once(
+                    f"a batch runs as one microbatch, without overlap: {size or 'it is empty'}. Pass "
+                    f"{type(self).__name__}(split_fn=...), a function (batch, n) -> list of microbatches."
+                )
+            return [batch], [1]
+        sizes = sizes_of(size, self._microbatches)
+        return (split(batch, sizes) if len(sizes) > 1 else [batch]), sizes
+
+    def _tell_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_warn(message)

@@ -1,0 +1,144 @@
+"""`OffloadStrategy(n_microbatches=)` trains like accumulation with batches of the microbatches' size, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import WIDTH, Classifier, Net, Watched, fit, loader
+from stream_cases import assert_same
+from torch import Tensor, nn
+
+from ramtorch_core.plan.itinerary import format_itinerary
+from ramtorch_lightning import OffloadStrategy
+
+EVERY_PRECISION = pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+
+
+class Chunked(Watched):
+    """Keeps the last itinerary, the transfers and the number of updates past the end of a run."""
+
+    itinerary = ""
+    transfers = updated = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"chunks": "net.blocks.*", "n_microbatches": 2, **options})
+
+    def _detach(self) -> None:
+        if self._streamer is not None and self._streamer._inventory.built:
+            self.updated = self.streamer.updates.updater.updated
+        super()._detach()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().optimizer_step(*args, **kwargs)
+        visits, transfers = self.streamer.follower.last
+        self.itinerary, self.transfers = format_itinerary(visits), len(transfers)
+        return out
+
+
+def weights_and_state(run: Any) -> dict[str, Any]:
+    return {key: run.record[key] for key in ("weights", "optimizers", "random")}
+
+
+def compare(build: Any = Classifier, *, streaming: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two microbatches of two rows against two accumulated batches of two rows."""
+    accumulated = 2 * options.pop("accumulate_grad_batches", 1)
+    ours = {"train": lambda: loader(16, 4), "accumulate_grad_batches": accumulated // 2}
+    found = fit(build, Chunked(**(streaming or {})), **ours, **options)
+    expected = fit(build, train=lambda: loader(16, 2), accumulate_grad_batches=accumulated, **options)
+    assert_same(weights_and_state(found), weights_and_state(expected))
+    return found
+
+
+@EVERY_PRECISION
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_microbatches_train_like_accumulated_batches(activations: str, gradients: str, precision: Any) -> None:
+    found = compare(streaming={"activations": activations, "gradients": gradients}, precision=precision)
+    assert found.strategy.itinerary == "F0 F0 F1 F1 F2 B2 F2 B2 B1 B1 B0 B0"
+    assert (found.strategy.updated > 0) == (gradients == "auto")
+
+
+def test_weights_cross_once_per_pass() -> None:
+    """Of three chunks, the last stays in its slot between its forward and backward visits."""
+    assert compare(streaming={"window": 1}).strategy.transfers == 5
+
+
+def test_accumulation_on_top_of_microbatches_trains_the_same() -> None:
+    compare(accumulate_grad_batches=2)
+
+
+def test_clipping_by_norm_clips_the_sum_of_all_microbatches() -> None:
+    compare(gradient_clip_val=0.05)
+
+
+def test_dropout_repeats_under_the_same_seed() -> None:
+    def run() -> Any:
+        return weights_and_state(fit(lambda: Classifier(Net(dropout=0.3)), Chunked(), train=lambda: loader(16, 4)))
+
+    assert_same(run(), run())
+
+
+def test_batch_norm_counts_every_microbatch_once() -> None:
+    compare(lambda: Classifier(Net(norm=nn.BatchNorm1d)))
+
+
+def test_a_smaller_last_batch_is_split_too() -> None:
+    found = fit(Classifier, Chunked(), train=lambda: loader(14, 4))
+    assert all(bool(tensor.isfinite().all()) for tensor in found.record["weights"].values())
+    assert found.trainer.global_step == 8
+
+
+class Twice(Net):
+    """Its second block runs twice per forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index in (0, 1, 1, 2):
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+class Backwards(Net):
+    """Its blocks run in another order than that of their registration."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in reversed(self.blocks):
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("net", [Twice, Backwards])
+def test_chunks_that_are_not_called_once_in_order_train_one_microbatch_after_the_other(
+    net: type[Net], caplog: pytest.LogCaptureFixture
+) -> None:
+    compare(lambda: Classifier(net()), num_sanity_val_steps=0)
+    assert "microbatches run one after the other" in caplog.text
+
+
+def test_an_evaluation_before_training_shows_the_order_of_the_chunks() -> None:
+    found = compare(lambda: Classifier(Backwards()))
+    assert found.strategy.itinerary == "F2 F2 F1 F1 F0 B0 F0 B0 B1 B1 B2 B2"
+
+
+def test_losses_and_logs_are_those_of_the_whole_batch() -> None:
+    found = fit(Classifier, Chunked(), train=lambda: loader(16, 4)).record["logged"]
+    plain = fit(Classifier, Watched(), train=lambda: loader(16, 4)).record["logged"]
+    assert [step for step, _ in found] == [step for step, _ in plain]
+    for (_, mine), (_, other) in zip(found, plain, strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+
+
+def test_a_batch_that_cannot_be_split_runs_whole_with_one_warning() -> None:
+    class Scalars(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(torch.full((2, WIDTH), float(batch))).square().mean()
+
+    with pytest.warns(UserWarning, match=r"runs as one microbatch.*split_fn"):
+        fit(Scalars, Chunked(), train=lambda: [1.0, 2.0, 3.0], validation=lambda: None)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_a_number_of_microbatches_that_makes_no_sense_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="n_microbatches"):
+        OffloadStrategy(n_microbatches=count)
