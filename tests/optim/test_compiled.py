@@ -1,0 +1,149 @@
+"""The compiled Adam kernel, against torch's fused one, bit for bit; and what happens where it cannot be built."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ramtorch_core.optim import compiled
+from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_kernel
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+SIZES = [*range(1, 200), *range(201, 4097, 61), 4095, 4096, 4097, 65535, 65536, 65537, 3 * 65536 + 5]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> AdamKernel:
+    found = adam_kernel()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture
+def rebuilt() -> Iterator[None]:
+    """The kernel is looked for anew, in this test and after it."""
+    adam_kernel.cache_clear()
+    yield
+    adam_kernel.cache_clear()
+
+
+def random(count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    master, exp_avg, exp_avg_sq, grad = (torch.randn(count, generator=generator) for _ in range(4))
+    return [master, exp_avg, exp_avg_sq.abs(), grad]
+
+
+def assert_step(
+    kernel: AdamKernel,
+    tensors: list[list[Tensor]],
+    *,
+    decoupled: bool,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+    step: int = 3,
+    threads: int = 1,
+    **options: Any,
+) -> None:
+    """One step of all weights, whose gradients come in `dtype` and whose shadows are bfloat16."""
+    options = OPTIONS | options
+    theirs = [[tensor.clone() for tensor in row] for row in tensors]
+    shadows = [torch.empty(len(row[0]), dtype=torch.bfloat16) for row in tensors]
+    rows = [
+        AdamWeight(*row[:3], row[3].to(dtype), shadow, step=step, decoupled=decoupled, grad_scale=scale, **options)
+        for row, shadow in zip(tensors, shadows, strict=True)
+    ]
+    kernel(rows, threads)
+    fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    for ours, row, shadow in zip(tensors, theirs, shadows, strict=True):
+        grad = row[3].to(dtype).float()
+        if scale != 1.0:
+            grad = grad * scale
+        state = torch.tensor(float(step))
+        fused([row[0]], [grad], [row[1]], [row[2]], [], [state], amsgrad=False, maximize=False, **options)
+        for index, (one, other) in enumerate(zip(ours[:3], row[:3], strict=True)):
+            assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)), f"size {len(one)}, tensor {index}"
+            assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(shadow.isnan(), ours[0].isnan())
+        assert torch.equal(shadow.nan_to_num(nan=7.0), ours[0].bfloat16().nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_size_is_stepped_as_by_torch_and_no_element_is_left_out(
+    kernel: AdamKernel, decoupled: bool, dtype: torch.dtype, threads: int
+) -> None:
+    tensors = [random(size, size) for size in SIZES]
+    before = torch.cat([row[1] for row in tensors])
+    assert_step(kernel, tensors, decoupled=decoupled, dtype=dtype, threads=threads)
+    assert int((torch.cat([row[1] for row in tensors]) == before).sum()) < 10  # by chance
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.0},
+        {"scale": 0.37},
+        {"beta1": 0.3},
+        {"beta1": 0.5, "beta2": 0.5},
+        {"beta1": 0.0},
+        {"lr": 0.0},
+        {"step": 1},
+        {"step": 1_000_000, "beta2": 0.999},
+        {"eps": 0.0},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_to_torch(kernel: AdamKernel, decoupled: bool, options: dict[str, Any]) -> None:
+    assert_step(kernel, [random(1000, 1), random(13, 2)], decoupled=decoupled, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, float("nan"), 0.0])
+def test_gradients_that_are_not_finite_spread_as_in_torch(kernel: AdamKernel, dtype: torch.dtype, scale: float) -> None:
+    row = random(259, 3)
+    for index, value in ((0, "nan"), (7, "inf"), (100, "-inf"), (257, "nan"), (258, "inf")):
+        row[3][index] = float(value)
+    row[3][30], row[3][31], row[3][32] = 1e38, 1e-45, -0.0
+    assert_step(kernel, [row], decoupled=True, dtype=dtype, scale=scale)
+
+
+def test_without_a_compiler_the_kernel_is_missing_and_the_log_says_so_once(
+    rebuilt: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "/nonexistent")
+    with caplog.at_level(logging.WARNING):
+        assert adam_kernel() is None
+        assert adam_kernel() is None
+    (message,) = caplog.messages
+    assert "no compiled kernel for Adam" in message
+    assert "/nonexistent" in message
+
+
+def test_a_compiler_that_fails_is_reported_with_what_it_said(
+    rebuilt: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho it is broken >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert adam_kernel() is None
+    assert "it is broken" in caplog.text
+    assert not any((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_cache_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(
+    kernel: AdamKernel, rebuilt: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
+    assert adam_kernel() is not None
+    assert len(list(tmp_path.glob("ramtorch_core-*/adam-*.so"))) == 1

@@ -1,0 +1,217 @@
+"""The updating thread: order, waiting, errors and the end."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ramtorch_core import RamtorchError
+from ramtorch_core.engine.updates import Updates
+from ramtorch_core.memory.device import COMPLETE, Device
+from ramtorch_core.memory.gradients import Gradients
+from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.optim import updater as module
+from ramtorch_core.optim.steps import Recipe, WeightUpdate
+from ramtorch_core.optim.updater import GroupUpdate, Updater
+
+LIMIT = 20.0
+
+
+class Arrival:
+    """An event that a test lets happen."""
+
+    def __init__(self) -> None:
+        self._happened, self.awaited = threading.Event(), threading.Event()
+
+    def happen(self) -> None:
+        self._happened.set()
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self._happened.wait(LIMIT)
+
+    def query(self) -> bool:
+        return self._happened.is_set()
+
+
+class Work:
+    """Groups of one weight each, and the updates of them that have been given back."""
+
+    def __init__(self, updater: Updater, count: int) -> None:
+        self.updater = updater
+        self.parameters = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        self.groups = [WeightGroup(i, str(i), [Weight(str(i), p, ())]) for i, p in enumerate(self.parameters)]
+        for group in self.groups:
+            group.build([torch.float32], Device("cpu"))
+        self.finished: list[int] = []
+
+    def submit(self, index: int, *, arrived: Any = COMPLETE, held: bool = False, size: int = 2) -> None:
+        group = self.groups[index]
+        grads = [WeightUpdate(weight, torch.ones(size), Recipe(self.optimizer)) for weight in group.weights]
+        self.updater.submit(GroupUpdate(group, grads, arrived, lambda: self.finished.append(index), held))
+
+    def values(self) -> list[float]:
+        return [float(p[0].detach()) for p in self.parameters]
+
+
+@pytest.fixture
+def work() -> Iterator[Work]:
+    device = Device("cpu")
+    updater = Updates(device, Gradients(device)).updater
+    updater.begin(None)
+    yield Work(updater, 5)
+    updater.close()
+
+
+def test_no_thread_exists_before_the_first_update_and_none_after_close(work: Work) -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name == "ramtorch-updater"]
+    work.submit(0)
+    work.updater.wait()
+    work.updater.close()
+    work.updater.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "ramtorch-updater"]
+
+
+def test_while_backward_runs_groups_are_updated_in_order_of_arrival_and_then_the_lowest_first(work: Work) -> None:
+    first = Arrival()
+    work.submit(4, arrived=first)
+    assert first.awaited.wait(LIMIT)
+    for index in (1, 3, 0, 2):
+        work.submit(index)
+    work.updater.backward_over()
+    first.happen()
+    work.updater.wait()
+    assert work.updater.order == [4, 0, 1, 2, 3]
+    work.updater.begin(None)
+    first = Arrival()
+    work.submit(4, arrived=first)
+    assert first.awaited.wait(LIMIT)
+    for index in (1, 3, 0):
+        work.submit(index)
+    first.happen()
+    work.updater.wait()
+    assert work.updater.order == [4, 1, 3, 0]
+    assert work.updater.updated == 9
+
+
+def test_nothing_is_updated_before_its_gradients_have_arrived_and_waiting_is_for_one_group(work: Work) -> None:
+    late = Arrival()
+    work.submit(0)
+    work.updater.wait(work.groups[0])
+    work.submit(1, arrived=late)
+    work.updater.wait(work.groups[0])
+    assert work.updater.is_pending(work.groups[1])
+    assert work.values() == [0, 1, 1, 1, 1]
+    late.happen()
+    work.updater.wait(work.groups[1])
+    assert work.values() == [0, 0, 1, 1, 1]
+
+
+def test_what_is_held_begins_with_its_release_scaled_and_nobody_waits_for_it_before(work: Work) -> None:
+    work.submit(0, held=True)
+    work.submit(1, held=True)
+    work.updater.wait()
+    work.updater.wait(work.groups[0])
+    assert work.updater.is_pending(work.groups[0])
+    assert work.values() == [1, 1, 1, 1, 1]
+    with pytest.raises(RamtorchError, match="are held"):
+        work.updater.begin(None)
+    work.updater.release(0.5)
+    work.updater.wait()
+    assert work.values() == [0.5, 0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("end", ["drop", "close"])
+def test_what_is_held_is_forgotten_in_the_end_and_its_buffers_are_given_back(work: Work, end: str) -> None:
+    work.submit(0, held=True)
+    work.submit(1)
+    work.updater.wait()
+    getattr(work.updater, end)()
+    assert sorted(work.finished) == [0, 1]
+    assert work.values() == [1, 0, 1, 1, 1]
+    assert not work.updater.is_pending(work.groups[0])
+
+
+def test_close_finishes_what_was_submitted(work: Work) -> None:
+    for index in range(5):
+        work.submit(index)
+    work.updater.close()
+    assert work.values() == [0.0] * 5
+
+
+def test_an_error_is_raised_once_and_drops_what_had_not_begun(work: Work) -> None:
+    first = Arrival()
+    work.submit(0, arrived=first, size=3)
+    work.submit(1)
+    first.happen()
+    with pytest.raises(RuntimeError) as caught:
+        work.updater.wait()
+    assert any(entry.name == "_update" for entry in caught.traceback)
+    work.updater.wait()
+    assert sorted(work.finished) == [0, 1]
+    assert work.values() == [1.0] * 5
+    work.submit(2)
+    work.updater.wait()
+    assert work.values() == [1, 1, 0, 1, 1]
+
+
+def test_an_error_met_by_the_next_submission_gives_its_buffer_back(work: Work) -> None:
+    work.submit(0, size=3)
+    with work.updater._changed:
+        assert work.updater._changed.wait_for(lambda: not work.updater.is_pending(work.groups[0]), LIMIT)
+    with pytest.raises(RuntimeError):
+        work.submit(1)
+    assert sorted(work.finished) == [0, 1]
+    work.submit(1)
+    work.updater.wait()
+    assert work.values() == [1, 0, 1, 1, 1]
+
+
+def test_drop_waits_for_the_update_under_way_and_forgets_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        entered.set()
+        assert may_end.wait(LIMIT)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "update", fail)
+        work.submit(0)
+        work.submit(1)
+        assert entered.wait(LIMIT)
+        threading.Timer(0.0, may_end.set).start()
+        work.updater.drop()
+    assert sorted(work.finished) == [0, 1]
+    work.updater.wait()
+    work.submit(2)
+    work.updater.wait()
+    assert work.values() == [1, 1, 0, 1, 1]
+
+
+def test_an_update_does_not_wait_for_itself(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = threading.Event()
+
+    def wait(*_: Any, **__: Any) -> None:
+        work.updater.wait()
+        waited.set()
+
+    monkeypatch.setattr(module, "update", wait)
+    work.submit(0)
+    work.updater.wait()
+    assert waited.is_set()
+
+
+def test_a_master_that_was_pointed_at_other_memory_counts_as_written(work: Work) -> None:
+    moved, others = work.groups[0], work.groups[1]
+    work.parameters[0].data = work.parameters[0].data.clone()
+    work.submit(0)
+    work.submit(1)
+    work.updater.wait()
+    assert [weight.name for weight in moved.refresh()] == ["0"]
+    assert others.refresh() == []
+    assert torch.equal(moved.weights[0].shadow, torch.zeros(2))
