@@ -100,8 +100,7 @@ class Updates:
     def begin(self, *optimizers: Optimizer, hold: bool = False) -> None:
         """Enter `overlap`."""
         for optimizer in optimizers:
-            reason = why_whole(optimizer)
-            if reason is not None:
+            if (reason := why_whole(optimizer)) is not None:
                 raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
         self.wait()
         self.updater.begin(adam_kernel() if self._kernel == "auto" else None)
@@ -209,12 +208,13 @@ class Updates:
         """Wait until the group, or everything, is updated.
 
         Raises:
-            RamtorchError: the group is needed again in the step whose gradients it was updated with.
+            RamtorchError: the group is needed again in the step whose gradients it is updated with.
         """
-        if self._recipes is not None and group is not None and group in self._handed:
+        unfinished = self._recipes is not None or (self._held and torch.is_grad_enabled())
+        if unfinished and group is not None and group in self._handed:
             raise RamtorchError(
-                f"chunk '{group.name}' is used again after its update had begun, in one step: pass "
-                f"gradients='published', and the optimizer steps when backward is over"
+                f"chunk '{group.name}' is used again after its gradients were taken for its update: step the optimizer "
+                f"first, or pass gradients='published', and it steps when all backwards are over"
             )
         self.updater.wait(group)
 

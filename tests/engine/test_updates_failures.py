@@ -96,7 +96,9 @@ def test_updates_that_are_held_keep_nobody_waiting() -> None:
             engine.root(data(2))
         assert_same(weights(engine.root), before)
         with pytest.raises(RamtorchError, match="updates of the last backward are held"):
-            backward(engine, optimizer, 2, hold=True)
+            engine.updates.begin(optimizer)
+        with pytest.raises(RamtorchError, match="step the optimizer first"):
+            engine.root(data(2))
         engine.updates.drop()
         backward(engine, optimizer, 1, hold=True)
         optimizer.step()

@@ -22,7 +22,7 @@ def two_backwards(model: nn.Module) -> None:
 def test_two_backwards_in_one_overlap_raise() -> None:
     with training() as (engine, optimizer):
         with (
-            pytest.raises(RamtorchError, match=r"more than one backward|used again after its update had begun"),
+            pytest.raises(RamtorchError, match="used again after its gradients were taken"),
             engine.updates.overlap(optimizer),
         ):
             two_backwards(engine.root)

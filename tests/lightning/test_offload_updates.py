@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from offload_cases import Classifier, Net, compare_fits, fit, loader
+from offload_cases import Classifier, Net, compare_fits, dataset, fit, loader
 from offload_updates_cases import (
     OVERLAPPED,
     PUBLISHED,
@@ -20,6 +20,7 @@ from offload_updates_cases import (
     with_optimizer,
 )
 from stream_cases import assert_same
+from torch.utils.data import DataLoader
 
 from ramtorch_core.optim.compiled import adam_kernel
 
@@ -34,6 +35,18 @@ class Plain(pl.Callback):
     """Runs after every batch, and looks at no gradient."""
 
     def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+class Transforms(Classifier):
+    """Looks at weights between two steps."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append(self.net.head.weight.detach().clone())
+        return batch
+
+
+def in_processes() -> DataLoader[Any]:
+    return DataLoader(dataset(), 4, num_workers=2)
 
 
 class Looks(pl.Callback):
@@ -150,6 +163,8 @@ OVERLAPS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "half clipped": (RUNS_ON, Classifier, {"precision": "bf16-true", "gradient_clip_val": 0.05}),
     "double clipped": (RUNS_ON, Classifier, {"precision": "64-true", "gradient_clip_val": 0.05}),
     "callback": ("", Classifier, {"callbacks": lambda: [Plain()]}),
+    "transfer": ("", Transforms, {}),
+    "processes": (RUNS_ON, Classifier, {"train": in_processes}),
     "declared": (RUNS_ON, with_optimizer(lambda p: Declared(p, lr=0.1, momentum=0.9)), {}),
     "inherits": (RUNS_ON, with_optimizer(lambda p: Inherits(p, lr=0.1)), {}),
     "dropout": (RUNS_ON, lambda: Classifier(Net(dropout=0.2)), {"precision": "bf16-mixed"}),
