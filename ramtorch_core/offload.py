@@ -17,6 +17,7 @@ from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device
+from ramtorch_core.traces import trace
 
 _ACTIVATIONS = {
     "keep": Activations.KEEP,
@@ -208,6 +209,7 @@ class OffloadModel(nn.Module):
         targets: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
         grad_outputs: Any = None,
+        profile_path: str | None = None,
     ) -> OffloadResult:
         """One forward and backward; gradients add up out of sight until `flush_grads`.
 
@@ -219,6 +221,7 @@ class OffloadModel(nn.Module):
             loss_fn: `(output, targets) -> loss`, a scalar; without `targets` it gets the output alone.
             grad_outputs: the gradient of the output instead of a loss: a tensor, a tuple of tensors, or a callable that
                 gets the live output and returns them.
+            profile_path: write a trace of the step there; see `ramtorch_core.traces.trace`.
 
         Raises:
             ConfigurationError: both or neither of `loss_fn` and `grad_outputs` are given.
@@ -230,7 +233,7 @@ class OffloadModel(nn.Module):
         private = self._take_device_grads()
         self._streamer.gradients.hold = True
         try:
-            with torch.enable_grad():
+            with trace(profile_path), torch.enable_grad():
                 output = self(*x) if isinstance(x, tuple) else self(x)
                 loss = None
                 if loss_fn is not None:

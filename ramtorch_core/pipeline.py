@@ -19,6 +19,7 @@ from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, spli
 from ramtorch_core.engine.pipeline.stages import StageRow
 from ramtorch_core.engine.pipeline.steps import Autocast, Chain, GradOutputs, LossFunction, Steps
 from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.traces import trace
 
 __all__ = [
     "Pipeline",
@@ -102,6 +103,7 @@ class Pipeline:
         grad_outputs: GradOutputs | None = None,
         diced: bool = False,
         scaler: Any = None,
+        profile_path: str | None = None,
     ) -> PipelineResult:
         """Forward and backward of one batch; its gradients wait for `flush_grads`.
 
@@ -115,12 +117,14 @@ class Pipeline:
                 output of a microbatch to its gradient. A tuple output takes a tuple, None where there is no gradient.
             diced: `x` and `targets` are lists of microbatches already.
             scaler: a `torch.amp.GradScaler`; gradients are scaled by it.
+            profile_path: write a trace of the step there; see `ramtorch_core.traces.trace`.
 
         Raises:
             ConfigurationError: neither or both of `loss_fn` and `grad_outputs`, or a batch that cannot be cut.
             BaseException: whatever a stage or the loss raised; the gradients since the last flush are dropped then.
         """
-        loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
+        with trace(profile_path):
+            loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
         return PipelineResult(self, loss)
 
     def infer(self, x: Any, *, n_microbatches: int = 4, diced: bool = False) -> Any:
@@ -196,9 +200,11 @@ class PipelineModel(nn.Module):
         grad_outputs: GradOutputs | None = None,
         diced: bool = False,
         scaler: Any = None,
+        profile_path: str | None = None,
     ) -> PipelineResult:
         """As `Pipeline.step`."""
-        loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
+        with trace(profile_path):
+            loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
         return PipelineResult(self, loss)
 
     def flush_grads(self) -> None:

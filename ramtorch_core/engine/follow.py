@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ramtorch_core.memory.ranges import Kind, Range, finish
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.memory.window import Slot, Window
 from ramtorch_core.plan.itinerary import Direction, Itinerary, Visit
@@ -29,6 +30,7 @@ class OpenVisit:
     position: int
     slot: Slot
     step: object  # of which step: one that was abandoned has nothing left to close
+    range: Range | None
 
 
 _Beginning = tuple[object, Visit, bool]
@@ -100,7 +102,8 @@ class Follower:
         slot = self._planned_slot(position, visit) or self._slot_on_demand(group, position)
         self._clock += 1
         self.window.acquire(slot, self._clock)
-        opened = OpenVisit(group, direction, position, slot, self._step)
+        shown = self.window.device.ranges.begin(Kind.VISIT, visit)
+        opened = OpenVisit(group, direction, position, slot, self._step, shown)
         if direction is Direction.BACKWARD:
             self._backward = opened
         return opened
@@ -111,6 +114,7 @@ class Follower:
             self._backward = None
         if opened.step is self._step and not self._ended[opened.position]:
             self._ended[opened.position] = True
+            finish(opened.range)
             self.window.release(opened.slot)
             self._issue()
 

@@ -54,7 +54,7 @@ class Updates:
     def __init__(self, device: Device, gradients: Gradients, kernel: Literal["auto", "torch"] = "auto") -> None:
         self._device, self._gradients, self._kernel = device, gradients, kernel
         self.run_on = False
-        self.updater = Updater(max(1, processors() - 1))
+        self.updater = Updater(max(1, processors() - 1), device.ranges)
         self._norms = Norms()
         self._staging: dict[WeightGroup | None, Staging] = {}
         self._recipes: dict[nn.Parameter, Recipe] | None = None
@@ -150,7 +150,7 @@ class Updates:
             buffer = staging.take()
             finished = partial(staging.give, buffer)
             try:
-                arrived, grads = self._gradients.stage(chosen, buffer)
+                arrived, grads = self._gradients.stage(group, chosen, buffer)
             except BaseException:
                 finished()
                 raise

@@ -15,6 +15,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.memory.ranges import Mark, Moment, Ranges
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +45,28 @@ class _Complete:
 COMPLETE: Event = _Complete()
 
 
+class _Timed:
+    """A moment of a CUDA stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: _Timed) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
 class Device:
     """One compute device; a CUDA device with streams, or a CPU (or fake) device without.
 
     Args:
         device: anything `torch.device` takes. `"cuda"` becomes the current CUDA device.
+
+    Attributes:
+        ranges: its work, for profilers and listeners.
 
     Raises:
         ConfigurationError: a CUDA device that this machine does not have, or a kind of device that is not supported.
@@ -68,6 +86,7 @@ class Device:
             resolved = torch.device("cuda", index)
         self.torch = resolved
         self.asynchronous = resolved.type == "cuda" and not self.fake
+        self.ranges = Ranges(self.mark)
 
     def __repr__(self) -> str:
         return f"Device({str(self.torch)!r})"
@@ -100,6 +119,10 @@ class Device:
         event = torch.cuda.Event()
         event.record(stream or torch.cuda.current_stream(self.torch))
         return event
+
+    def mark(self) -> Mark:
+        """The moment when all work issued so far on the current stream is done, for measuring times."""
+        return _Timed(torch.cuda.current_stream(self.torch)) if self.asynchronous else Moment()
 
     def wait(self, event: Event, stream: Stream | None = None) -> None:
         """Let `stream` (default: the current one) wait for `event`; the calling thread does not wait."""
@@ -140,6 +163,23 @@ class Device:
     def free_bytes(self) -> int | None:
         """Bytes of device memory that are free now, or None where that is not known."""
         return torch.cuda.mem_get_info(self.torch)[0] if self.asynchronous else None
+
+    def total_bytes(self) -> int | None:
+        """Bytes of device memory, or None where that is not known."""
+        return torch.cuda.mem_get_info(self.torch)[1] if self.asynchronous else None
+
+    def peak_bytes(self) -> int | None:
+        """The most bytes of device memory that tensors took so far, or None where that is not known."""
+        return torch.cuda.max_memory_allocated(self.torch) if self.asynchronous else None
+
+    def forget_peak(self) -> None:
+        """Let `peak_bytes` begin anew."""
+        if self.asynchronous:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def name(self) -> str:
+        """What the device calls itself."""
+        return torch.cuda.get_device_name(self.torch) if self.asynchronous else str(self.torch)
 
 
 def device_count() -> int:

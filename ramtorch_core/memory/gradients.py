@@ -20,6 +20,7 @@ from torch import Tensor
 from ramtorch_core.memory.device import Device, Event, Stream
 from ramtorch_core.memory.gradient_books import Book, Gradient
 from ramtorch_core.memory.host import Arena, aligned
+from ramtorch_core.memory.ranges import FOR_GRADIENTS, Kind
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
 BOUNCE_BYTES = 32 << 20
@@ -75,13 +76,16 @@ class Gradients:
             produced = self.device.record()
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
-                for run, flat in zip(runs, flats, strict=True):
-                    self._move(book, run, flat)
+                with self.device.ranges.span(Kind.GRADIENT, group.index):
+                    for run, flat in zip(runs, flats, strict=True):
+                        self._move(book, run, flat)
                 moved = self.device.record(self.stream)
         self._keep(moved, flats)
         return moved
 
-    def stage(self, grads: Mapping[Weight, Tensor], buffer: Arena) -> tuple[Event, dict[Weight, Tensor]]:
+    def stage(
+        self, group: WeightGroup, grads: Mapping[Weight, Tensor], buffer: Arena
+    ) -> tuple[Event, dict[Weight, Tensor]]:
         """Start moving `grads` to a staging buffer, one behind the other, instead of publishing them. Does not wait.
 
         Returns an event after the copies, and flat host tensors in the masters' memory order.
@@ -93,11 +97,12 @@ class Gradients:
             produced = self.device.record()
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
-                for weight, flat in zip(grads, flats, strict=True):
-                    staged[weight] = buffer.flat[offset : offset + flat.nbytes].view(flat.dtype)
-                    staged[weight].copy_(flat, non_blocking=True)
-                    self.copied_bytes += flat.nbytes
-                    offset += aligned(flat.nbytes)
+                with self.device.ranges.span(Kind.GRADIENT, group.index):
+                    for weight, flat in zip(grads, flats, strict=True):
+                        staged[weight] = buffer.flat[offset : offset + flat.nbytes].view(flat.dtype)
+                        staged[weight].copy_(flat, non_blocking=True)
+                        self.copied_bytes += flat.nbytes
+                        offset += aligned(flat.nbytes)
                 moved = self.device.record(self.stream)
         self._keep(moved, flats)
         return moved, staged
@@ -131,7 +136,8 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until every gradient has arrived; publish them unless `hold`."""
-        self.device.record(self.stream).synchronize()
+        with self.device.ranges.span(Kind.STALL, FOR_GRADIENTS):
+            self.device.record(self.stream).synchronize()
         self._moving.clear()
         if not self.hold:
             self.publish()
@@ -183,7 +189,8 @@ class Gradients:
             self._moving.append((moved, self.device.current_stream(), flats))
             while len(self._moving) > MAXIMUM_IN_FLIGHT:
                 event, stream, _kept_alive = self._moving.popleft()
-                self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
+                with self.device.ranges.span(Kind.STALL, FOR_GRADIENTS, shown=False):
+                    self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
 
     def _publish(self, book: Book, weight: Weight, gradient: Gradient, scale: float) -> None:
         host, master = gradient.host, weight.parameter

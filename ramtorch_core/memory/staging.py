@@ -10,6 +10,7 @@ import threading
 
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.host import Arena
+from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
 
 STAGING_BUFFERS = 4
 """How many groups' gradients may wait on the host for their updates. At the end of a backward that is faster than the
@@ -41,7 +42,9 @@ class Staging:
                 buffer = Arena(self.nbytes, self.device)
                 self.allocated += 1
                 return buffer
-            self._changed.wait_for(lambda: self._free)
+            if not self._free:
+                with self.device.ranges.span(Kind.STALL, FOR_UPDATE):
+                    self._changed.wait_for(lambda: self._free)
             return self._free.pop()
 
     def give(self, buffer: Arena) -> None:

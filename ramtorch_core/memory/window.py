@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ramtorch_core.errors import WindowError
 from ramtorch_core.memory.device import COMPLETE, Device, Event
+from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind
 from ramtorch_core.memory.weights import WeightGroup
 
 
@@ -86,15 +87,17 @@ class Window:
             self.device.wait(slot.free, self.stream)
             if self.poison:
                 slot.buffer.fill_(255)
-            slot.buffer[: group.nbytes].copy_(group.arena.flat, non_blocking=True)
+            with self.device.ranges.span(Kind.TRANSFER, group.index):
+                slot.buffer[: group.nbytes].copy_(group.arena.flat, non_blocking=True)
             slot.loaded = group.copied = self.device.record(self.stream)
         slot.group = group
         self.copied_bytes += group.nbytes
 
     def acquire(self, slot: Slot, clock: int) -> None:
         """Let the calling thread's stream read `slot` from now on, after earlier visits on other streams."""
-        self.device.wait(slot.loaded)
-        self.device.wait(slot.free)
+        with self.device.ranges.span(Kind.STALL, FOR_TRANSFER, shown=False):
+            self.device.wait(slot.loaded)
+            self.device.wait(slot.free)
         slot.users += 1
         slot.last_use = clock
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Event
+from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, Ranges
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.optim.compiled import AdamKernel
 from ramtorch_core.optim.steps import WeightUpdate, update
@@ -41,6 +42,7 @@ class Updater:
 
     Args:
         threads: for the compiled kernel.
+        ranges: where updates are shown and timed.
 
     An error in an update is raised once, by whatever waits or submits next; updates that had not begun are forgotten.
     A process that was forked off has no such thread, and nothing to wait for.
@@ -51,8 +53,8 @@ class Updater:
         order: of the last step: indices of groups as their updates began.
     """
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, ranges: Ranges) -> None:
+        self.threads, self._ranges = threads, ranges
         self.kernel: AdamKernel | None = None
         self.updated = 0
         self.order: list[int] = []
@@ -133,7 +135,8 @@ class Updater:
         """
         if (self._pending or self._error is not None) and not self._is_elsewhere():
             with self._changed:
-                self._changed.wait_for(lambda: self._error is not None or not self._under_way(group))
+                with self._ranges.span(Kind.STALL, FOR_UPDATE, shown=self._under_way(group)):
+                    self._changed.wait_for(lambda: self._error is not None or not self._under_way(group))
                 self._raise()
 
     def close(self) -> None:
@@ -202,7 +205,8 @@ class Updater:
     def _update(self, chosen: GroupUpdate) -> None:
         chosen.arrived.synchronize()
         chosen.group.copied.synchronize()  # no copy reads the shadows any more
-        update(chosen.updates, scale=self._scale, kernel=self.kernel, threads=self.threads)
+        with self._ranges.span(Kind.UPDATE, chosen.group.index, host=True):
+            update(chosen.updates, scale=self._scale, kernel=self.kernel, threads=self.threads)
         for each in chosen.updates:
             weight = each.weight
             if weight.own_shadow and weight.parameter.data_ptr() != weight.shadow.data_ptr():

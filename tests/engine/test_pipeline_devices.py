@@ -17,6 +17,7 @@ from ramtorch_core.engine.pipeline.executor import Executor
 from ramtorch_core.engine.pipeline.links import Links, Parcel
 from ramtorch_core.engine.pipeline.stages import StageMap, resolve_entries
 from ramtorch_core.memory.device import COMPLETE, Device
+from ramtorch_core.memory.ranges import Ranges
 from ramtorch_core.plan.schedule import build, forward_only
 
 
@@ -27,6 +28,7 @@ class Meta(Device):
         self.torch = torch.device("meta")
         self.fake = True
         self.asynchronous = False
+        self.ranges = Ranges(self.mark)
 
 
 @pytest.fixture(autouse=True)

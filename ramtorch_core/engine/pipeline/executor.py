@@ -104,7 +104,7 @@ class Executor:
             for parameter in parameters:
                 parameter.grad = None
         dice = Dice(step, self._unique)
-        turnstile = Turnstile(schedule, recorder)
+        turnstile = Turnstile(schedule, recorder, [device.ranges for device in self.devices])
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ramtorch_core.memory.device import Device, Event, Stream
+from ramtorch_core.memory.ranges import FOR_STAGE, Kind
 
 __all__ = ["Direction", "Links", "Parcel"]
 
@@ -60,7 +61,8 @@ class Links:
     def receive(self, parcel: Parcel) -> Tensor:
         """The tensor of `parcel`; the current stream of its device waits for it, the calling thread does not."""
         device = self._devices[parcel.tensor.device]
-        device.wait(parcel.arrived)
+        with device.ranges.span(Kind.STALL, FOR_STAGE, shown=False):
+            device.wait(parcel.arrived)
         stream = device.current_stream()
         if stream is not None:
             parcel.tensor.record_stream(stream)

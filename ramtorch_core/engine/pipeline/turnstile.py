@@ -3,9 +3,10 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
+from ramtorch_core.memory.ranges import Kind, Range, Ranges, finish
 from ramtorch_core.plan.schedule import Op, Schedule
 
 __all__ = ["Aborted", "Phase", "Recorder", "Turnstile"]
@@ -22,9 +23,16 @@ class Aborted(BaseException):
 
 
 class Turnstile:
-    """Each op has one gate, opened by the op before it in its lane and passed by the thread that runs the op."""
+    """Each op has one gate, opened by the op before it in its lane and passed by the thread that runs the op.
 
-    def __init__(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
+    Args:
+        recorder: is told when each op began and ended.
+        ranges: per stage, where its ops are shown and timed.
+    """
+
+    def __init__(
+        self, schedule: Schedule, recorder: Recorder | None = None, ranges: Sequence[Ranges] | None = None
+    ) -> None:
         self.error: BaseException | None = None
         self._mutex = threading.Lock()
         self._gates: dict[tuple[Phase, int, int], threading.Lock] = {}
@@ -32,6 +40,8 @@ class Turnstile:
         self._ops: dict[tuple[Phase, int, int], Op] = {}
         self._recorder = recorder
         self._begun: dict[tuple[Phase, int, int], float] = {}
+        self._ranges = ranges
+        self._under_way: dict[tuple[Phase, int, int], Range | None] = {}
         for lane in schedule.lanes:
             following: threading.Lock | None = None
             for op in reversed(lane):
@@ -51,12 +61,15 @@ class Turnstile:
             raise Aborted
         if self._recorder is not None:
             self._begun[key] = time.perf_counter()
+        if self._ranges is not None:
+            self._under_way[key] = self._ranges[stage].begin(Kind.OP, self._ops[key])
 
     def leave(self, phase: Phase, stage: int, microbatch: int) -> None:
         """End this op's turn and admit the next op of its lane."""
         key = (phase, stage, microbatch)
         if self._recorder is not None:
             self._recorder(self._ops[key], self._begun.pop(key), time.perf_counter())
+        finish(self._under_way.pop(key, None))
         following = self._following[key]
         if following is not None:
             with self._mutex:
