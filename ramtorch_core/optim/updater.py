@@ -45,7 +45,7 @@ class Updater:
         ranges: where updates are shown and timed.
 
     An error in an update is raised once, by whatever waits or submits next; updates that had not begun are forgotten.
-    A process that was forked off has no such thread, and nothing to wait for.
+    A process that was forked off has no such thread until it submits something, and nothing to wait for.
 
     Attributes:
         kernel: the compiled kernel, or None for the optimizers' own code.
@@ -98,7 +98,8 @@ class Updater:
             self._raise()
             self._pending.add(group_update.group)
             self._queue.append(group_update)
-            if self._thread is None:
+            if self._thread is None or os.getpid() != self._process:
+                self._process = os.getpid()
                 self._thread = threading.Thread(target=self._run, name="ramtorch-updater", daemon=True)
                 self._thread.start()
             self._changed.notify_all()

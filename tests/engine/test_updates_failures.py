@@ -12,7 +12,7 @@ import torch
 import updates_cases
 from stream_cases import assert_same, data, stack, stream
 from torch import Tensor, nn
-from updates_cases import Custom, Gate, backward, plain_steps, step, train_on, training, weights
+from updates_cases import Custom, Gate, backward, plain_steps, slow_down, step, train_on, training, weights
 
 from ramtorch_core import RamtorchError
 from ramtorch_core.engine import updates as engine_updates
@@ -183,6 +183,24 @@ def test_a_process_that_is_forked_off_while_updates_run_does_not_wait(
         gate.open()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_process_that_is_forked_off_updates_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain_steps(lambda p: torch.optim.AdamW(p, lr=0.01), 0, 1)
+    with training() as (engine, optimizer):
+        step(engine, optimizer)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                slow_down(monkeypatch)
+                step(engine, optimizer, 1)
+                code = 7 if all(torch.equal(p, expected[name]) for name, p in engine.root.named_parameters()) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 class Inner(torch.optim.AdamW):
