@@ -112,11 +112,15 @@ class Device:
         """The generator of this device's random numbers; None on the CPU, whose generator is torch's default one."""
         return torch.cuda.default_generators[self.torch.index] if self.asynchronous else None
 
-    def record(self, stream: Stream | None = None) -> Event:
-        """An event after all work issued so far on `stream` (default: the current one)."""
+    def record(self, stream: Stream | None = None, *, blocking: bool = False) -> Event:
+        """An event after all work issued so far on `stream` (default: the current one).
+
+        Args:
+            blocking: let a thread that waits for it sleep, instead of keeping a processor busy.
+        """
         if not self.asynchronous:
             return COMPLETE
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=blocking)
         event.record(stream or torch.cuda.current_stream(self.torch))
         return event
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ramtorch_core import OffloadAdamW, why_whole
 from ramtorch_core.memory.device import Device
-from ramtorch_core.optim import offload_adamw
-from ramtorch_core.optim.offload_adamw import SLOTS, Slice, cut
+from ramtorch_core.optim.offload_adamw import SLOTS
+from ramtorch_core.optim.pieces import Row, Slice, cut
 
 SIZES = [(1,), (7,), (64,), (65,), (3, 50), (1000,), (2, 3, 4, 5), (0,)]
 
@@ -164,7 +164,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 def test_pieces_cover_every_element_once_and_do_not_exceed_their_size(
     counts: list[int], blocks: int, dtype: torch.dtype
 ) -> None:
-    rows = [offload_adamw._Row((torch.empty(count, dtype=dtype),), 1.0) for count in counts]
+    rows = [Row((torch.empty(count, dtype=dtype),), 1.0) for count in counts]
     pieces = list(cut(rows, blocks * 256))
     assert [covered(pieces, row) for row in rows] == [list(range(count)) for count in counts]
     for piece in pieces:
@@ -198,7 +198,7 @@ class Recorder(Device):
         self.log.append(("copy", stream))
         return nullcontext()
 
-    def record(self, stream: Any = None) -> Any:
+    def record(self, stream: Any = None, *, blocking: bool = False) -> Any:
         stream = stream or "compute"
         self.counts[stream] = self.counts.get(stream, 0) + 1
         return Recorded(self, f"{stream} {self.counts[stream]}")

@@ -12,6 +12,7 @@ from torch import nn
 from ramtorch_core import OffloadAdamW
 from ramtorch_core.memory.device import Device
 from ramtorch_core.optim import offload_adamw
+from ramtorch_core.optim.pieces import Route
 
 pytestmark = pytest.mark.gpu
 
@@ -41,27 +42,28 @@ class Slow(Device):
             return stack.pop_all()
 
 
-class Poisoned(offload_adamw._Route):
+class Poisoned(Route):
     """A slot holds NaN until it is loaded, and again as soon as the next load may begin."""
 
     def _load(self, slot: Any, piece: Sequence[Any]) -> None:
         slot.loaded.synchronize()
-        slot.staging.flat.fill_(255)
-        self.device.wait(slot.free, self._in)
-        with self.device.on(self._in):
+        if slot.staging is not None:
+            slot.staging.flat.fill_(255)
+        self.device.wait(slot.free, self.inward)
+        with self.device.on(self.inward):
             slot.buffer.fill_(255)
         super()._load(slot, piece)
 
-    def _update(self, slot: Any, piece: Sequence[Any], group: dict[str, Any]) -> None:
+    def _update(self, slot: Any, piece: Sequence[Any], options: Any, decoupled: bool) -> None:
         torch.cuda._sleep(CYCLES)
-        super()._update(slot, piece, group)
+        super()._update(slot, piece, options, decoupled)
 
 
 @pytest.fixture(params=[(0,), (1,), (0, 1)], ids=["late in", "late out", "late both"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "late", request.param)
     monkeypatch.setattr(offload_adamw, "Device", Slow)
-    monkeypatch.setattr(offload_adamw, "_Route", Poisoned)
+    monkeypatch.setattr(offload_adamw, "Route", Poisoned)
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
