@@ -6,6 +6,7 @@ See ARCHITECTURE.md for the life of a weight and of a gradient.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -31,6 +32,8 @@ from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.weights import WeightGroup, separate
 from ramtorch_core.memory.window import Window
 from ramtorch_core.plan.itinerary import Itinerary
+
+log = logging.getLogger(__name__)
 
 
 class Streamer:
@@ -342,11 +345,13 @@ class Streamer:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: its parameters were written, though fused kernels do not count versions."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._inventory.weights and not self.updates.took(parameter):
-                    self._inventory.weights[parameter].touch()
-        self.updates.release()
+        ours = [p for group in optimizer.param_groups for p in group["params"] if p in self._inventory.weights]
+        if not ours:
+            return  # another model's, or a part of a step: some optimizers call the step of their base class
+        for parameter in ours:
+            if not self.updates.took(parameter):
+                self._inventory.weights[parameter].touch()
+        self.updates.stepped(optimizer)
         if not self.updates.run_on:
             self.updates.wait()
         if self._depth:
@@ -384,8 +389,10 @@ class Streamer:
         """Detach: wait for the device, bring everything back to the host, and leave a plain module. Idempotent."""
         if self.closed:
             return
-        with contextlib.suppress(BaseException):
+        try:
             self.updates.wait()
+        except Exception:
+            log.exception("an update failed: the weights of its chunk are those of before")
         self.abandon()
         self.updates.close()
         self.closed = self._backwards.closed = True

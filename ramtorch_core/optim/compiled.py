@@ -8,6 +8,7 @@ off by more than `TOLERATED_ULP` is not used.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -151,7 +152,7 @@ def _row(w: AdamWeight, width: int) -> _Weight:
 def adam_kernel() -> AdamKernel | None:
     """The kernel, built if need be (about a second, once per machine); None, and one line in the log, without it."""
     try:
-        kernel = AdamKernel(ctypes.CDLL(str(_build())))
+        kernel = AdamKernel(_load())
         ulp, kernel.width = min((_difference(kernel, width), width) for width in WIDTHS)
         if ulp > TOLERATED_ULP:
             raise RuntimeError(f"its results differ from torch's fused kernel by {ulp} units in the last place")
@@ -161,7 +162,8 @@ def adam_kernel() -> AdamKernel | None:
     return kernel
 
 
-def _build() -> Path:
+def _load() -> ctypes.CDLL:
+    """The library from the user's cache; built, and put there if that can be, where it is missing or damaged."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise RuntimeError("this machine has no C compiler (cc, gcc, clang, or CC=)")
@@ -169,21 +171,23 @@ def _build() -> Path:
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True, timeout=60).stdout
     identity = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), version, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ramtorch_core"
-    name = f"adam-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="ramtorch_core-"))
-    if not (folder / name).exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            built = Path(work) / name
-            done = subprocess.run(
-                [*command, "-o", str(built), str(_SOURCE), "-lm"], capture_output=True, text=True, timeout=120
-            )
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-            built.replace(folder / name)  # whole or not at all, whoever else builds it now
-    return folder / name
+    cached = folder / f"adam-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(cached))
+    with tempfile.TemporaryDirectory(prefix="ramtorch_core-") as work:
+        built = Path(work) / cached.name
+        done = subprocess.run(
+            [*command, "-o", str(built), str(_SOURCE), "-lm"], capture_output=True, text=True, timeout=120
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            copy = cached.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(built, copy)
+            copy.replace(cached)  # whole or not at all, whoever else builds it now
+            return ctypes.CDLL(str(cached))
+        return ctypes.CDLL(str(built))  # which stays loaded when its file is gone
 
 
 def _processor() -> bytes:

@@ -120,7 +120,6 @@ def test_two_engines_step_side_by_side(hold: bool) -> None:
     assert_same(weights(other.root), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="the engine takes the step of any optimizer for that of what is held")
 def test_the_step_of_another_optimizer_does_not_release_what_is_held() -> None:
     with training() as (engine, optimizer):
         before = weights(engine.root)

@@ -139,11 +139,25 @@ def test_a_compiler_that_fails_is_reported_with_what_it_said(
     assert not any((tmp_path / "cache").rglob("*.so"))
 
 
-def test_a_cache_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(
+def test_without_a_cache_folder_the_kernel_is_built_elsewhere_and_leaves_nothing(
     kernel: AdamKernel, rebuilt: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     assert adam_kernel() is not None
-    assert len(list(tmp_path.glob("ramtorch_core-*/adam-*.so"))) == 1
+    assert not list(tmp_path.glob("ramtorch_core-*"))
+
+
+def test_a_damaged_library_in_the_cache_is_built_anew(
+    kernel: AdamKernel, rebuilt: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert adam_kernel() is not None
+    (library,) = tmp_path.rglob("*.so")
+    whole = library.stat().st_size
+    library.unlink()  # written anew, since the file of a library that is in use must not change
+    library.write_bytes(b"no library")
+    adam_kernel.cache_clear()
+    assert adam_kernel() is not None
+    assert library.stat().st_size == whole
