@@ -152,12 +152,13 @@ def test_without_a_cache_folder_the_kernel_is_built_elsewhere_and_leaves_nothing
 def test_a_damaged_library_in_the_cache_is_built_anew(
     kernel: AdamKernel, rebuilt: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "whole"))
     assert adam_kernel() is not None
     (library,) = tmp_path.rglob("*.so")
-    whole = library.stat().st_size
-    library.unlink()  # written anew, since the file of a library that is in use must not change
-    library.write_bytes(b"no library")
+    damaged = tmp_path / "damaged" / "ramtorch_core" / library.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"no library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "damaged"))
     adam_kernel.cache_clear()
     assert adam_kernel() is not None
-    assert library.stat().st_size == whole
+    assert damaged.stat().st_size == library.stat().st_size
