@@ -21,6 +21,7 @@ class HostStrategy(SingleDeviceStrategy):
     """A strategy whose checkpoints are plain CPU tensors, and whose models never have to fit on the device."""
 
     strategy_name = ""
+    _alias: type[HostStrategy]  # what LightningCLI finds by that name
 
     @override
     @contextlib.contextmanager
@@ -65,3 +66,16 @@ class HostStrategy(SingleDeviceStrategy):
         for name in (cls.strategy_name, kind, f"ramtorch_lightning.{kind}"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=description)
+        _let_command_lines_name(cls)
+
+
+def _let_command_lines_name(strategy: type[HostStrategy]) -> None:
+    """Let LightningCLI take the short name together with arguments: `--trainer.strategy=offload ...window=3`.
+
+    With arguments it needs a class. It looks for one of that name among the subclasses of Lightning's Strategy, and
+    imports what that is called: so there is such a subclass, and what is imported is the strategy itself.
+    """
+    if "_alias" not in vars(strategy):
+        name = strategy.strategy_name
+        strategy._alias = type(name, (strategy,), {"__module__": __name__, "__doc__": strategy.__doc__})
+        globals()[name] = strategy

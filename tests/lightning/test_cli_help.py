@@ -1,0 +1,45 @@
+"""`--help` shows every knob of both strategies, with its meaning and its default."""
+
+import inspect
+import re
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from ramtorch_lightning import OffloadStrategy, PipelineStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+LIGHTNINGS_OWN = {"accelerator", "checkpoint_io", "precision_plugin"}
+
+
+def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        LightningCLI(BoringModel, args=[f"--trainer.strategy.help={name}"], run=False, save_config_callback=None)
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("strategy", [OffloadStrategy, PipelineStrategy])
+def test_help_shows_every_knob_with_its_meaning(strategy: type, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(strategy.__name__, capsys)
+    documented = re.sub(r"\s+", " ", inspect.getdoc(strategy) or "")
+    for name, parameter in inspect.signature(strategy).parameters.items():
+        shown = re.search(rf"--trainer\.strategy\.{name} [^-]*?(?:, --trainer\S+ \S+)? ([^(]*\()", text)
+        assert shown, name
+        if name in LIGHTNINGS_OWN:
+            continue
+        meaning = re.search(rf" {name}: (.{{30}})", documented)
+        assert meaning, f"{name} is not documented"
+        assert meaning.group(1).strip() in text, name
+        default = {None: "null"}.get(parameter.default, str(parameter.default))
+        assert re.search(rf"--trainer\.strategy\.{name} .*?default: {re.escape(default)}[,)]", text), name
+
+
+@pytest.mark.parametrize("name", ["offload", "pipeline"])
+def test_the_short_name_has_the_same_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = {"offload": "OffloadStrategy", "pipeline": "PipelineStrategy"}[name]
+
+    def shown(text: str) -> list[str]:
+        return re.findall(r"--trainer\.strategy\.\w+ ", text)
+
+    assert shown(help_of(name, capsys)) == shown(help_of(kind, capsys)) != []
