@@ -90,6 +90,13 @@ class Weight:
     def _dense(self) -> bool:
         return self.parameter.stride() == self.stride
 
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """A tensor of this weight's size as a vector in the memory order of the master; copied if its own differs."""
+        if tensor.stride() != self.stride:
+            dense = torch.empty_strided(self.size, self.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = dense.copy_(tensor)
+        return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+
     def view(self, buffer: Tensor) -> Tensor:
         """This weight inside `buffer` (bytes, uint8) that holds a copy of its group."""
         flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)

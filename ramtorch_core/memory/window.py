@@ -3,6 +3,7 @@
 Per slot two events, and nothing else, order the streams:
   loaded  recorded on the copy stream after the copy; compute waits for it before it reads.
   free    recorded on the compute stream when a visit ends; the copy stream waits for it before it overwrites.
+A third, `begun`, tells others who use the bus that a copy is under way.
 No tensor here is ever handed back to the allocator while a step runs, so no `record_stream` is needed.
 """
 
@@ -23,6 +24,7 @@ class Slot:
     def __init__(self, index: int, buffer: Tensor) -> None:
         self.index, self.buffer = index, buffer
         self.group: WeightGroup | None = None
+        self.begun: Event = COMPLETE
         self.loaded: Event = COMPLETE
         self.free: Event = COMPLETE
         self.users = 0  # visits under way; more than one when a chunk runs inside itself
@@ -87,11 +89,16 @@ class Window:
             self.device.wait(slot.free, self.stream)
             if self.poison:
                 slot.buffer.fill_(255)
+            slot.begun = self.device.record(self.stream)
             with self.device.ranges.span(Kind.TRANSFER, group.index):
                 slot.buffer[: group.nbytes].copy_(group.arena.flat, non_blocking=True)
-            slot.loaded = group.copied = self.device.record(self.stream)
+            slot.loaded = group.copied = self.device.record(self.stream, blocking=True)
         slot.group = group
         self.copied_bytes += group.nbytes
+
+    def under_way(self) -> Event | None:
+        """The end of the copy that uses the bus now; None if there is none. Any thread may ask."""
+        return next((slot.loaded for slot in self.slots if slot.begun.query() and not slot.loaded.query()), None)
 
     def acquire(self, slot: Slot, clock: int) -> None:
         """Let the calling thread's stream read `slot` from now on, after earlier visits on other streams."""

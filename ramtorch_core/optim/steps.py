@@ -134,13 +134,15 @@ class WeightUpdate:
     """One weight's part of a step.
 
     Attributes:
-        grad: on the host, flat, in the memory order of the weight.
+        grad: flat, in the memory order of the weight; where it is updated, on the host or on a device.
         recipe: of the optimizer that owns the weight.
+        earlier: for updates on a device: a gradient on the host, likewise, to which `grad` is added.
     """
 
     weight: Weight
     grad: Tensor
     recipe: Recipe
+    earlier: Tensor | None = None
 
 
 def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel | None, threads: int) -> None:
@@ -167,33 +169,44 @@ def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel 
         torch.autograd.graph.increment_version(each.weight.parameter)
 
 
+def is_decoupled(recipe: Recipe, weight: Weight) -> bool | None:
+    """Whether weight decay is decoupled where torch's own Adam or AdamW updates a float32 weight; None elsewhere.
+
+    None too where they do more than torch's fused kernel and the compiled one do alike (amsgrad, maximize).
+    """
+    kind, options, master = defining_class(type(recipe.optimizer)), recipe.options[weight.parameter], weight.parameter
+    state = recipe.optimizer.state.get(master, {})
+    suits = (
+        kind in (torch.optim.Adam, torch.optim.AdamW)
+        and getattr(type(recipe.optimizer), "_init_group", None) is getattr(kind, "_init_group", None)
+        and master.dtype == torch.float32
+        and master.stride() == weight.stride
+        and not options["amsgrad"]
+        and not options["maximize"]
+        and all(state[key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq") if key in state)
+    )
+    if not suits:
+        return None
+    return kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay"))
+
+
 def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     weight, optimizer = each.weight, each.recipe.optimizer
     master, options = weight.parameter, each.recipe.options[weight.parameter]
-    kind = defining_class(type(optimizer))
     shadow = None if weight.own_shadow else weight.shadow
-    if kind is AdamW:
+    if defining_class(type(optimizer)) is AdamW:
         stochastic = _prepare(each, scale)
         return stochastic if suits_kernel(stochastic) else None
-    suits = (
-        kind in (torch.optim.Adam, torch.optim.AdamW)
-        and getattr(type(optimizer), "_init_group", None) is getattr(kind, "_init_group", None)  # its state is torch's
-        and master.dtype == torch.float32
-        and master.stride() == weight.stride
-        and takes(each.grad.dtype, None if shadow is None else shadow.dtype)
-        and not options["amsgrad"]
-        and not options["maximize"]
-    )
-    if not suits:
+    decoupled = is_decoupled(each.recipe, weight)
+    if decoupled is None or not takes(each.grad.dtype, None if shadow is None else shadow.dtype):
         return None
     state = optimizer.state[master]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
     moments = state["exp_avg"], state["exp_avg_sq"]
-    if any(moment.stride() != weight.stride or moment.dtype != torch.float32 for moment in moments):
+    if any(moment.stride() != weight.stride for moment in moments):
         return None
-    decoupled = kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay"))
     beta1, beta2 = map(float, options["betas"])
     return AdamWeight(
         master.detach(),

@@ -43,6 +43,7 @@ class Updater:
     Args:
         threads: for the compiled kernel.
         ranges: where updates are shown and timed.
+        name: of the thread.
 
     An error in an update is raised once, by whatever waits or submits next; updates that had not begun are forgotten.
     A process that was forked off has no such thread until it submits something, and nothing to wait for.
@@ -53,8 +54,8 @@ class Updater:
         order: of the last step: indices of groups as their updates began.
     """
 
-    def __init__(self, threads: int, ranges: Ranges) -> None:
-        self.threads, self._ranges = threads, ranges
+    def __init__(self, threads: int, ranges: Ranges, name: str = "ramtorch-updater") -> None:
+        self.threads, self._ranges, self._name = threads, ranges, name
         self.kernel: AdamKernel | None = None
         self.updated = 0
         self.order: list[int] = []
@@ -100,7 +101,7 @@ class Updater:
             self._queue.append(group_update)
             if self._thread is None or os.getpid() != self._process:
                 self._process = os.getpid()
-                self._thread = threading.Thread(target=self._run, name="ramtorch-updater", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -190,30 +191,40 @@ class Updater:
             if chosen is None:
                 return
             try:
-                self._update(chosen)
+                self._take_on(chosen)
             except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._return_queued()
-            else:
-                self.updated += 1
-            chosen.finished()
-            with self._changed:
-                self._pending.discard(chosen.group)
-                self._changed.notify_all()
+                self._fail(chosen, error)
             del chosen
+
+    def _take_on(self, chosen: GroupUpdate) -> None:
+        """Update this group, and `_succeed`."""
+        self._update(chosen)
+        self._succeed(chosen)
+
+    def _succeed(self, chosen: GroupUpdate) -> None:
+        """The group's update is finished."""
+        self.updated += 1
+        self._let_go(chosen)
+
+    def _fail(self, chosen: GroupUpdate, error: BaseException) -> None:
+        """The group's update has failed."""
+        with self._changed:
+            self._error = error
+            self._return_queued()
+        self._let_go(chosen)
+
+    def _let_go(self, chosen: GroupUpdate) -> None:
+        chosen.finished()
+        with self._changed:
+            self._pending.discard(chosen.group)
+            self._changed.notify_all()
 
     def _update(self, chosen: GroupUpdate) -> None:
         chosen.arrived.synchronize()
         chosen.group.copied.synchronize()  # no copy reads the shadows any more
         with self._ranges.span(Kind.UPDATE, chosen.group.index, host=True):
             update(chosen.updates, scale=self._scale, kernel=self.kernel, threads=self.threads)
-        for each in chosen.updates:
-            weight = each.weight
-            if weight.own_shadow and weight.parameter.data_ptr() != weight.shadow.data_ptr():
-                weight.touch()  # user code pointed it at other memory, which has yet to be brought home
-            else:
-                weight.note(sample=chosen.group.sampled)
+        note_update(chosen)
 
     def _return_queued(self) -> None:
         for dropped in self._queue:
@@ -221,6 +232,16 @@ class Updater:
             dropped.arrived.synchronize()
             dropped.finished()
         self._queue.clear()
+
+
+def note_update(done: GroupUpdate) -> None:
+    """The group's masters and shadows are up to date with each other."""
+    for each in done.updates:
+        weight = each.weight
+        if weight.own_shadow and weight.parameter.data_ptr() != weight.shadow.data_ptr():
+            weight.touch()  # user code pointed it at other memory, which has yet to be brought home
+        else:
+            weight.note(sample=done.group.sampled)
 
 
 def processors() -> int:

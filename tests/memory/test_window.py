@@ -95,7 +95,7 @@ def test_the_first_copy_into_a_slot_waits_for_what_used_its_memory_before():
             super().__init__("cpu")
             self.waited: list[Event] = []
 
-        def record(self, stream: Stream | None = None) -> Event:
+        def record(self, stream: Stream | None = None, *, blocking: bool = False) -> Event:
             return type(COMPLETE)()
 
         def wait(self, event: Event, stream: Stream | None = None) -> None:
