@@ -112,6 +112,7 @@ class BackwardPasses:
         self._tasks: weakref.WeakValueDictionary[int, BackwardTask] = weakref.WeakValueDictionary()
         self._sums: dict[WeightGroup, _Sum] | None = None  # of several backwards that are one step
         self._visits: int | None = None
+        self._spill = False
 
     def enter(self) -> BackwardTask | None:
         """A sign of a backward: take part in it until it ends. None outside of any.
@@ -175,13 +176,14 @@ class BackwardPasses:
         """Whether the backwards under way are one step."""
         return self._sums is not None
 
-    def begin_together(self, visits: int | None) -> None:
+    def begin_together(self, visits: int | None, *, spill: bool) -> None:
         """The backwards until `end_together` are one step: their gradients add up on the device.
 
         Args:
             visits: of each group, after which its gradients may leave; None if that is not known.
+            spill: let them leave after each visit, and come back in pieces to be added to.
         """
-        self._sums, self._visits = {}, visits
+        self._sums, self._visits, self._spill = {}, visits, spill
 
     def end_together(self) -> None:
         """All of them are over: what is left leaves the device, and gradients are published."""
@@ -192,6 +194,9 @@ class BackwardPasses:
 
     def _add(self, sums: dict[WeightGroup, _Sum], group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
         """Add the gradients of one visit; after the group's last one, send them."""
+        if self._spill:
+            self._send(group, bucket)
+            return
         total = sums.setdefault(group, _Sum())
         total.add(bucket, partial(self.gradients.recall, group))
         bucket.clear()

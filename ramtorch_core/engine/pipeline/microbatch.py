@@ -177,7 +177,7 @@ class Microbatch:
         return (
             self._deferrable is not None
             and id(value) in self._deferrable
-            and self.homes[id(value)] == self.stage
+            and self.homes.get(id(value)) == self.stage
             and value.requires_grad
             and torch.is_grad_enabled()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -25,6 +25,7 @@ from ramtorch_core.engine.pipeline.stages import (
     resolve_entries,
 )
 from ramtorch_core.engine.pipeline.step import Root
+from ramtorch_core.engine.pipeline.streamed import StreamedStages, StreamOptions
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.check import check
@@ -62,6 +63,7 @@ class PipelineRunner:
         balance: what is balanced: numbers of parameters, or bytes with gradients and two moments.
         device_weights: relative speed, or size, of each device.
         aside: submodules for which it is true stay where they are (metrics, for example).
+        stream: let the chunks of every stage stay in RAM and stream through a window on its device.
 
     Raises:
         ConfigurationError: duplicate or unknown devices, cuts that cannot begin a stage, too few modules.
@@ -78,6 +80,7 @@ class PipelineRunner:
         balance: Balance = "parameters",
         device_weights: Sequence[float] | None = None,
         aside: Callable[[nn.Module], bool] = lambda module: False,
+        stream: StreamOptions | None = None,
     ) -> None:
         self.devices = resolve_devices(devices)
         self.schedule = schedule
@@ -87,7 +90,8 @@ class PipelineRunner:
         self.stage_devices = [self.devices[d] for d in placement]
         weights = _stage_weights(device_weights, placement, len(self.devices))
         self._find = functools.partial(_find_stages, root, stages, len(placement), balance, weights)
-        self._aside = aside
+        self._aside, self._stream = aside, stream
+        self.streamed: StreamedStages | None = None
         self._calls = None if is_compiled(root) or len(placement) == 1 else FirstCalls(root)
         self._following: RemovableHandle | None = None
         self._settle(self._find(AS_REGISTERED))
@@ -120,14 +124,17 @@ class PipelineRunner:
     ) -> StepResult:
         """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
         plan = schedule or self.plan(len(inputs))
-        with contextlib.nullcontext() if self._calls is None else self._calls:
-            result = self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step)
+        streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step()
+        with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
+            result = self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish)
         calls, self._calls = self._calls, None
         return result if calls is None else self._cut_anew(result, calls.order())
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""
-        return self._executor.run(function, inputs, forward_only(self.plan(len(inputs))), step=step).outputs
+        plan = forward_only(self.plan(len(inputs)))
+        with contextlib.nullcontext() if self.streamed is None else self.streamed.scopes():
+            return self._executor.run(function, inputs, plan, step=step).outputs
 
     def transparent(self) -> AbstractContextManager[object]:
         """Inside, the calling thread may call the module as if it were on one device, with its graph whole."""
@@ -136,13 +143,22 @@ class PipelineRunner:
     def close(self) -> None:
         """Remove the hooks and end the threads; parameters stay where they are. Idempotent."""
         self._executor.close()
+        if self.streamed is not None:
+            self.streamed.close()
         if self._following is not None:
             self._following.remove()
 
     def _settle(self, stages: StageMap) -> None:
         self.stages = stages
-        place(stages, [device.torch for device in self.stage_devices], self._aside)
+        if self.streamed is not None:
+            self.streamed.close()
+        if self._stream is not None:
+            self.streamed = StreamedStages(stages, self.stage_devices, self._stream)
+        place(stages, [device.torch for device in self.stage_devices], self._stays)
         self._executor = Executor(stages, self.stage_devices)
+
+    def _stays(self, module: nn.Module) -> bool:
+        return self._aside(module) or (self.streamed is not None and self.streamed.holds(module))
 
     def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
         """Let the stages follow the running order, if that is another one; returns the result at its new places."""

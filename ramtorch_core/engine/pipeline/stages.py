@@ -49,6 +49,8 @@ class StageMap:
     order: RunningOrder = AS_REGISTERED
     homes: dict[int, int] = field(default_factory=dict)
     """`id` of a parameter or buffer -> stage."""
+    streamed: dict[int, int] = field(default_factory=dict)
+    """The same for parameters that stay in RAM: no tensor of a device, so user code meets what stands for them."""
     owned: list[list[Tensor]] = field(default_factory=list)
     """Per stage, the parameters at home there."""
     buffers: list[Tensor] = field(default_factory=list)
@@ -88,7 +90,8 @@ class StageMap:
         """The share of the parameters' bytes that run in another stage than that of their home, if `order` is right."""
         homes = StageMap(self.root, self.entries, order).homes
         sizes = {id(p): p.nbytes for owned in self.owned for p in owned}
-        return sum(size for key, size in sizes.items() if homes[key] != self.homes[key]) / max(1, sum(sizes.values()))
+        present = self.homes | self.streamed
+        return sum(size for key, size in sizes.items() if homes[key] != present[key]) / max(1, sum(sizes.values()))
 
     def rows(self, devices: Sequence[str]) -> list[StageRow]:
         """The stage table; `devices[s]` names the device of stage s."""

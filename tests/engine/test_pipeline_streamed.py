@@ -1,0 +1,157 @@
+"""Stages that stream their chunks: against sequential accumulation of the plain model, bit for bit."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
+from torch import Tensor, nn
+
+from ramtorch_core.engine.pipeline.runner import PipelineRunner
+from ramtorch_core.engine.pipeline.streamed import StreamOptions
+from ramtorch_core.plan.itinerary import format_itinerary
+
+Make = Callable[..., PipelineRunner]
+SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
+
+
+@pytest.fixture
+def streamed() -> Iterator[Callable[..., PipelineRunner]]:
+    """Makes pipelines over two devices, and closes them."""
+    made: list[PipelineRunner] = []
+
+    def make(model: nn.Module, schedule: str = "staggered_1b1f", **options: Any) -> PipelineRunner:
+        stream = StreamOptions(**{"resident_below": 0, "poison": True, "chunks": "blocks.*", **options})
+        made.append(PipelineRunner(model, ["cpu", "cpu"], schedule=schedule, stream=stream))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+def train(runner: PipelineRunner, model: Any, inputs: Any, step: int, dtype: torch.dtype | None) -> list[Tensor]:
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        result = runner.train(
+            model.training_step, inputs, lambda output, _m: (loss_of(output) / len(inputs), None), step=step
+        )
+    for parameter, gradient in result.gradients.items():
+        parameter.grad = gradient
+    return [loss_of(output) for output in result.outputs]
+
+
+def assert_exact(
+    model: Any, runner: PipelineRunner, *, steps: int = 3, microbatches: int = 3, dtype: torch.dtype | None = None
+) -> None:
+    """Losses, gradients and weights of some steps of AdamW equal those of plain accumulation."""
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(steps):
+        inputs = batches(microbatches, seed=step)
+        found = train(runner, model, inputs, step, dtype)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            expected = accumulate(reference, reference.training_step, inputs)
+        for mine, other in zip(found, expected, strict=True):
+            assert torch.equal(mine, loss_of(other))
+        for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, other.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runner.streamed is not None
+        runner.streamed.refresh()
+    for (name, mine), other in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(mine, other[1]), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_schedule_trains_the_same(
+    streamed: Make, schedule: str, checkpoint: bool, dtype: torch.dtype | None
+) -> None:
+    model = Chain(8)
+    runner = streamed(model, schedule, checkpoint=checkpoint)
+    assert_exact(model, runner, dtype=dtype)
+    assert sum(streamer.window.copied_bytes for streamer in runner.streamed.streamers) > 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("pin", [0, 1, ["blocks.1"]])
+def test_every_window_and_resident_chunks_train_the_same(streamed: Make, window: int, pin: Any) -> None:
+    model = Chain(6)
+    runner = streamed(model, window=window, pin=pin)
+    assert_exact(model, runner)
+
+
+def test_each_stage_visits_its_chunks_in_the_order_of_the_schedule(streamed: Make) -> None:
+    model = Chain(4)
+    runner = streamed(model, "staggered_1b1f")
+    train(runner, model, batches(3), 0, None)
+    first, second = (format_itinerary(streamer.last_itinerary) for streamer in runner.streamed.streamers)
+    assert first == "F0 F1 F0 F1 B1 B0 F0 F1 B1 B0 B1 B0"
+    assert second == "F0 F1 B1 B0 F0 F1 B1 B0 F0 F1 B1 B0"
+
+
+def test_evaluation_computes_the_same_and_takes_no_gradients(streamed: Make) -> None:
+    model = Chain(4)
+    inputs = [x for x, _ in batches(3)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    runner = streamed(model)
+    with torch.no_grad():
+        found = runner.evaluate(model, inputs)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+    assert all(streamer.gradients.host_bytes() == 0 for streamer in runner.streamed.streamers)
+
+
+class Tied(Chain):
+    """Embedding and head share a weight across the stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self._modules["blocks"] = self._modules.pop("blocks")  # registered in the order of use
+        self._modules["head"] = self._modules.pop("head")
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x + self.embedding(y)), y)
+
+
+def test_weights_shared_between_stages_stay_on_their_devices(streamed: Make) -> None:
+    model = Tied()
+    runner = streamed(model, chunks=["blocks.*", "embedding", "head"])
+    assert {name for name, _ in runner.streamed.chunks} == {f"blocks.{i}" for i in range(4)}
+    assert_exact(model, runner)
+
+
+def test_an_error_in_a_stage_leaves_a_pipeline_that_works(streamed: Make) -> None:
+    model = Chain(4)
+    runner = streamed(model)
+    inputs = batches(3)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("from a hook")
+
+    hook = model.blocks[3].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="from a hook"):
+        train(runner, model, inputs, 0, None)
+    hook.remove()
+    assert_exact(model, runner)
+
+
+def test_closing_leaves_a_plain_module_on_the_host(streamed: Make) -> None:
+    model = Chain(4)
+    before = [p.detach().clone() for p in model.parameters()]
+    runner = streamed(model)
+    runner.close()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    loss_of(model.training_step(batches(1)[0])).backward()
