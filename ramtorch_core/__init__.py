@@ -8,6 +8,7 @@ from ramtorch_core.engine.census import ChunkRow, format_rows
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.microbatches import MicrobatchRunner
 from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.update_places import UpdateSpec
 from ramtorch_core.errors import ConfigurationError, HostMemoryError, PlanError, RamtorchError, WindowError
 from ramtorch_core.offload import OffloadModel, OffloadResult, attach
 from ramtorch_core.optim.adamw import AdamW
@@ -31,6 +32,7 @@ __all__ = [
     "PlanError",
     "RamtorchError",
     "Streamer",
+    "UpdateSpec",
     "WindowError",
     "attach",
     "find_chunks",

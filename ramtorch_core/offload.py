@@ -14,6 +14,7 @@ from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.modules import ForwardWrapper, tensors_in
 from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.update_places import UpdateSpec, check_updates
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device
@@ -40,6 +41,7 @@ def attach(
     overlapped: bool = False,
     host_memory: int | None = None,
     kernel: Literal["auto", "torch"] = "auto",
+    updates: UpdateSpec = "host",
     poison: bool = False,
 ) -> Streamer:
     """Stream the weights of any module tree through a small window of device memory.
@@ -64,6 +66,10 @@ def attach(
         host_memory: bytes of host memory that may be used; by default what the system reports as available.
         kernel: of `updates.overlap`: `"auto"` uses a compiled kernel for Adam and AdamW where there is a C compiler,
             with the results of torch's fused one; `"torch"` always uses the optimizer's own code.
+        updates: which chunks `updates.overlap` steps on the device, with torch's fused kernels there, where they are
+            Adam's or AdamW's and in float32: `"host"` none; a share of the streamed parameters, the first chunks; a
+            list of chunks' names or globs; or `"auto"`, as measured speeds of the machine suggest. Their masters and
+            state stay on the host, page-locked, and stream through a few buffers.
         poison: fill slots with NaN before each copy; proves the ordering of streams in tests.
 
     Returns:
@@ -73,9 +79,10 @@ def attach(
 
     Raises:
         ConfigurationError: an argument that cannot work, or a parameter that is not on the host.
+        TypeError: `updates` is of another type.
         HostMemoryError: too little host memory; nothing has been allocated.
     """
-    check_options(window, pin, activations, stream_dtype, resident_below)
+    check_options(window, pin, activations, stream_dtype, resident_below, updates)
     if any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in module.modules()):
         raise ConfigurationError("this module is streamed already: close() the engine that streams it first")
     found = find_chunks(module, chunks, resident_below=resident_below)
@@ -92,6 +99,7 @@ def attach(
         overlapped=overlapped,
         host_memory=host_memory,
         kernel=kernel,
+        updates=updates,
         poison=poison,
     )
 
@@ -102,11 +110,13 @@ def check_options(
     activations: str,
     stream_dtype: torch.dtype | str | Mapping[str, torch.dtype],
     resident_below: int,
+    updates: UpdateSpec,
 ) -> None:
     """Refuse what no module tree can make work; the arguments are those of `attach`.
 
     Raises:
         ConfigurationError: an argument that cannot work.
+        TypeError: `updates` is of another type.
     """
     if type(window) is not int or window < 1:
         raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
@@ -117,6 +127,7 @@ def check_options(
     if resident_below < 0:
         raise ConfigurationError(f"resident_below={resident_below} bytes is negative; use 0 to stream everything")
     StreamDtypes(stream_dtype)
+    check_updates(updates)
 
 
 class OffloadResult:

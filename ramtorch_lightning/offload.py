@@ -59,6 +59,9 @@ class OffloadStrategy(MicrobatchedStrategy):
             then None. "published" always steps the optimizer over `.grad`, after backward.
         kernel: "auto" updates with a compiled kernel where the optimizer is Adam or AdamW and there is a C compiler;
             its results are those of `fused=True`. "torch" always runs the optimizer's own code.
+        updates: which chunks are updated on the device instead, their masters and state streaming through it, where the
+            optimizer is Adam or AdamW in float32: "host" none; a share of the streamed parameters, the first chunks; a
+            list of chunks' names; "auto" as this machine's measured speeds suggest. Clipping leaves all on the host.
         stream_dtype: "auto" streams float32 weights in autocast's dtype where autocast casts them anyway, with the same
             bits. A dtype, or a mapping from name patterns to dtypes, overrides that.
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
@@ -85,6 +88,7 @@ class OffloadStrategy(MicrobatchedStrategy):
         n_microbatches: int = 1,
         gradients: Literal["auto", "published"] = "auto",
         kernel: Literal["auto", "torch"] = "auto",
+        updates: Literal["host", "auto"] | float | list[str] = "host",
         stream_dtype: Literal["auto"] | torch.dtype | dict[str, torch.dtype] = "auto",
         resident_below: int = 2**20,
         device: str | int | torch.device | None = None,
@@ -101,7 +105,7 @@ class OffloadStrategy(MicrobatchedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        check_options(window, pin, activations, stream_dtype, resident_below)
+        check_options(window, pin, activations, stream_dtype, resident_below, updates)
         if gradients not in ("auto", "published"):
             raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
         self._configure_microbatches(n_microbatches, split_fn)
@@ -113,6 +117,7 @@ class OffloadStrategy(MicrobatchedStrategy):
             "pin": pin,
             "activations": activations,
             "kernel": kernel,
+            "updates": updates,
             "stream_dtype": stream_dtype,
             "resident_below": resident_below,
             "host_memory": host_memory,

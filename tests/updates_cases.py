@@ -104,7 +104,7 @@ def train(
         if engine is not None:
             engine.updates.wait()
             expected = steps * len(engine.groups) if taken == -1 else taken
-            assert expected is None or engine.updates.updater.updated == expected
+            assert expected is None or engine.updates.updated == expected
     finally:
         if engine is not None:
             engine.close()

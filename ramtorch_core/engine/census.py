@@ -13,6 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
+STREAMS = "streams through the window"
+
 
 class Placement(Enum):
     """Where the weights of a row of the chunk table are.
@@ -141,7 +143,7 @@ def take_census(
     for each in result:
         if each.index in streamed:
             each.group = WeightGroup(position, each.name, streamed[each.index])
-            each.reason = each.reason or "streams through the window"
+            each.reason = each.reason or STREAMS
             position += 1
         elif not each.resident:
             each.reason = "has no tensor that streams"

@@ -24,7 +24,7 @@ from ramtorch_core.engine.module_tree import ModuleTree, glob_regex, is_glob, is
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.partition import spread
 
-__all__ = ["ChunkSpec", "choose_resident", "find_chunks"]
+__all__ = ["ChunkSpec", "choose_resident", "find_chunks", "named_chunks"]
 
 ChunkSpec: TypeAlias = (
     str | Sequence[str | type[nn.Module] | nn.Module] | type[object] | Callable[[str, nn.Module], bool] | None
@@ -89,7 +89,7 @@ def choose_resident(pin: int | Sequence[int] | Sequence[str], names: Sequence[st
     if isinstance(pin, Iterable):
         chosen: set[int] = set()
         for entry in [pin] if isinstance(pin, str) else pin:
-            chosen.update(_named_residents(entry, names) if isinstance(entry, str) else [_resident_index(entry, n)])
+            chosen.update(named_chunks(entry, names, "pin") if isinstance(entry, str) else [_resident_index(entry, n)])
         return frozenset(chosen)
     k = _as_index(pin)
     if k < 0:
@@ -116,11 +116,19 @@ def _resident_index(entry: object, n: int) -> int:
     return index
 
 
-def _named_residents(entry: str, names: Sequence[str]) -> list[int]:
+def named_chunks(entry: str, names: Sequence[str], option: str) -> list[int]:
+    """Indices into `names` of the chunks that a name or glob means.
+
+    Args:
+        option: for whose sake, for the error.
+
+    Raises:
+        ConfigurationError: none.
+    """
     regex = glob_regex(entry)
     found = [i for i, name in enumerate(names) if name == entry or (is_glob(entry) and regex.fullmatch(name))]
     if not found:
-        raise ConfigurationError(f"pin: no chunk is named {entry!r}; {_suggest(entry, names)}")
+        raise ConfigurationError(f"{option}: no chunk is named {entry!r}; {_suggest(entry, names)}")
     return found
 
 

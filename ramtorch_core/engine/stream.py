@@ -25,6 +25,7 @@ from ramtorch_core.engine.learning import Learning, explain
 from ramtorch_core.engine.modules import move_buffers
 from ramtorch_core.engine.observe import Observer, is_compiled
 from ramtorch_core.engine.optimizer_hook import tell_of_steps
+from ramtorch_core.engine.update_places import UpdateSpec
 from ramtorch_core.engine.updates import Updates
 from ramtorch_core.engine.visits import Activations, Visits
 from ramtorch_core.memory.device import Device
@@ -51,7 +52,8 @@ class Streamer:
         training: whether gradients will be needed (counted when host memory is checked).
         overlapped: whether `updates` will take them, instead of publishing all (counted likewise).
         host_memory: bytes of host memory that may be used; by default what the system reports as available.
-        kernel: of overlapped updates: the compiled one where it applies, or the optimizers' own code.
+        kernel: of overlapped updates on the host: the compiled one where it applies, or the optimizers' own code.
+        updates: which chunks overlapped updates step on the device.
         poison: fill slots with NaN before each copy; for tests.
 
     Attributes:
@@ -75,13 +77,14 @@ class Streamer:
         overlapped: bool = False,
         host_memory: int | None = None,
         kernel: Literal["auto", "torch"] = "auto",
+        updates: UpdateSpec = "host",
         poison: bool = False,
     ) -> None:
         self.root, self.device = root, device
         self.dtypes = dtypes or StreamDtypes()
         self.closed = False
         self.gradients = Gradients(device)
-        self.updates = Updates(device, self.gradients, kernel)
+        self.updates = Updates(device, self.gradients, kernel, updates)
         self._freshness = Freshness(self.updates)
         self._backwards = BackwardPasses(self.gradients, self.updates)
         self._inventory = Inventory(
@@ -100,14 +103,16 @@ class Streamer:
         self.check_host_memory(overlapped=overlapped)
         self._visits = Visits(self._inventory, self._backwards, activations)
         self._backwards.inventory = self.updates.inventory = self._inventory
+        self.updates.place()
         self._backwards.visit_over = self._visits.close_backward
         self._backwards.finished, self._backwards.failed = self._finish_backward, self.abandon
         self._depth, self._lending = 0, False  # scopes, one inside another
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
-        self._entrances = Entrances(self, self._inventory, self._visits, self.updates.unwatched)
+        self._entrances = Entrances(self, self._inventory, self._visits, self.updates.watching.pause)
         self._step_hook = tell_of_steps(weakref.ref(self))
         weakref.finalize(self, self._step_hook.remove)
         weakref.finalize(self, self.updates.updater.close)
+        weakref.finalize(self, self.updates.on_device.close)
         try:
             self._inventory.place_residents(device.torch)
             move_buffers(root, device.torch)
@@ -202,7 +207,9 @@ class Streamer:
         self._depth += 1
         failed = True
         try:
-            with self.updates.watch(compiled=is_compiled(self.root)) if outermost else contextlib.nullcontext():
+            with (
+                self.updates.watching.watch(compiled=is_compiled(self.root)) if outermost else contextlib.nullcontext()
+            ):
                 yield
             failed = False
         except RuntimeError as error:
@@ -327,6 +334,7 @@ class Streamer:
         self.dtypes.compute = compute_dtype
         for group in self._inventory.build():
             self._freshness.built(group)
+        self.updates.place()
 
     # ------------------------------------------------------------------ masters
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from ramtorch_core.engine.observe import HARMLESS
+from ramtorch_core.engine.rates import Rates, known_rates
+from ramtorch_core.engine.update_places import HOST, UpdateSpec, choose_places
+from ramtorch_core.engine.watching import Watching
 from ramtorch_core.errors import ConfigurationError, RamtorchError
-from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import aligned
 from ramtorch_core.memory.staging import STAGING_BUFFERS, Staging
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim.compiled import adam_kernel
+from ramtorch_core.optim.device_updates import DeviceUpdater, updates_on_device
 from ramtorch_core.optim.norms import Norms
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, why_whole
 from ramtorch_core.optim.updater import GroupUpdate, Updater, processors
@@ -29,47 +31,75 @@ from ramtorch_core.optim.updater import GroupUpdate, Updater, processors
 if TYPE_CHECKING:
     from ramtorch_core.engine.inventory import Inventory
 
-WATCHED_STEPS = 2
-
-_gradient: Any = Tensor.grad
-_NO_USE = HARMLESS | {_gradient.__get__, _gradient.__set__, _gradient.__delete__}
+log = logging.getLogger(__name__)
 
 
 class Updates:
-    """Steps streamed weights on the host while backward goes on.
+    """Steps streamed weights while backward goes on, on the host or, with their state, through the device.
 
     Args:
         gradients: what it does not take goes there.
         kernel: "auto" uses the compiled kernel where it applies, "torch" the optimizers' own code.
+        where: which chunks are updated on the device, where their optimizer allows that.
 
     Attributes:
         inventory: whose groups are updated; set before the first use.
         updater: the updating thread, and what it has done.
+        on_device: the same for what is updated on the device.
+        watching: sees user code use masters.
         run_on: let updates run on into the next forward when the optimizer has stepped. Only if no code outside of
             scopes reads weights before `wait` was called.
     """
 
     inventory: Inventory
 
-    def __init__(self, device: Device, gradients: Gradients, kernel: Literal["auto", "torch"] = "auto") -> None:
-        self._device, self._gradients, self._kernel = device, gradients, kernel
+    def __init__(
+        self,
+        device: Device,
+        gradients: Gradients,
+        kernel: Literal["auto", "torch"] = "auto",
+        where: UpdateSpec = "host",
+    ) -> None:
+        self._device, self._gradients, self._kernel, self._where = device, gradients, kernel, where
         self.run_on = False
         self.updater = Updater(max(1, processors() - 1), device.ranges)
+        transfer = weakref.WeakMethod(self._transfer)  # a thread must not keep the engine alive
+        self.on_device = DeviceUpdater(device, lambda: None if (method := transfer()) is None else method())
+        self._both = (self.updater, self.on_device)
+        self._places = HOST
+        self._rates: Rates | None = None
         self._norms = Norms()
         self._staging: dict[WeightGroup | None, Staging] = {}
         self._recipes: dict[nn.Parameter, Recipe] | None = None
         self._held = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps the last updates are of
         self._handed: dict[WeightGroup, set[nn.Parameter]] = {}
-        self._outside: set[nn.Parameter] = set()
-        self._steps = 0  # that overlapped
-        self._watcher: _Watcher | None = None
+        self.watching = Watching(self)
 
     def describe(self) -> str:
         """Who computes updates, for the log."""
+        text = "the optimizer's own code"
         if self._kernel == "auto" and adam_kernel() is not None:
-            return f"a compiled kernel for Adam and AdamW ({self.updater.threads} threads), or the optimizer's own code"
-        return "the optimizer's own code"
+            text = f"a compiled kernel for Adam and AdamW ({self.updater.threads} threads), or {text}"
+        if self._places.device:
+            text += f"; but Adam and AdamW update {self._places.text}, unless gradients are clipped"
+        return text
+
+    @property
+    def updated(self) -> int:
+        """Groups whose updates have finished, over the whole life."""
+        return sum(each.updated for each in self._both)
+
+    def place(self) -> None:
+        """The groups are others, or cross in other dtypes: decide anew which are updated on the device.
+
+        Raises:
+            ConfigurationError: a name that no streamed chunk has.
+        """
+        inventory, before = self.inventory, self._places
+        self._places = choose_places(self._where, inventory.streamed, self._known_rates, built=inventory.built)
+        if self._places.text != before.text:
+            log.info("updates=%r: %s", self._where, self._places.text)
 
     # ------------------------------------------------------------------ around a backward
 
@@ -103,7 +133,8 @@ class Updates:
             if (reason := why_whole(optimizer)) is not None:
                 raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
         self.wait()
-        self.updater.begin(adam_kernel() if self._kernel == "auto" else None)
+        for each in self._both:
+            each.begin(adam_kernel() if self._kernel == "auto" else None)
         self._handed.clear()
         self._held, self._optimizers = hold, weakref.WeakSet(optimizers)
         self._norms.clear()
@@ -113,7 +144,7 @@ class Updates:
         """Leave `overlap`. Idempotent."""
         if self._recipes is not None:
             self._recipes = None
-            self._steps += 1
+            self.watching.steps += 1
 
     def take(self, group: WeightGroup, bucket: dict[Weight, Tensor], *, whole: bool) -> None:
         """Backward has left gradients: remove from `bucket` those that are taken.
@@ -141,6 +172,10 @@ class Updates:
         self._handed[group] = {weight.parameter for weight in chosen}
         for weight in chosen:
             del bucket[weight]
+        if group in self._places.device and not self._held:
+            if all(updates_on_device(recipes[weight.parameter], weight) for weight in chosen):
+                self._update_on_device(group, chosen, recipes)
+                return
         if added:
             self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
             arrived = self._device.record(self._gradients.stream)
@@ -158,6 +193,21 @@ class Updates:
         updates = [WeightUpdate(weight, grad, recipes[weight.parameter]) for weight, grad in grads.items()]
         self.updater.submit(GroupUpdate(group, updates, arrived, finished, held=self._held))
 
+    def _update_on_device(
+        self, group: WeightGroup, chosen: dict[Weight, Tensor], recipes: dict[nn.Parameter, Recipe]
+    ) -> None:
+        """Gradients stay where they are; to those that were published before they are added there."""
+        updates = []
+        with torch.no_grad(), torch.inference_mode(False):
+            for weight, grad in chosen.items():
+                earlier = None
+                if self._gradients.is_published(group, weight):
+                    weight.parameter.grad = None
+                    earlier = self._gradients.withdraw(group, [weight])[weight]
+                updates.append(WeightUpdate(weight, weight.flatten(grad), recipes[weight.parameter], earlier))
+        self._norms.note(chosen, held=False)
+        self.on_device.submit(GroupUpdate(group, updates, self._device.record(), finished=_nothing))
+
     def backward_over(self) -> None:
         """The backward is over: the next forward needs the lowest chunk first.
 
@@ -166,7 +216,8 @@ class Updates:
         """
         if self._recipes is None:
             return
-        self.updater.backward_over()
+        for each in self._both:
+            each.backward_over()
         for group, parameters in self._handed.items():
             for weight in group.weights:
                 if weight.parameter in parameters and weight.parameter.grad is not None:
@@ -216,11 +267,12 @@ class Updates:
                 f"chunk '{group.name}' is used again after its gradients were taken for its update: step the optimizer "
                 f"first, or pass gradients='published', and it steps when all backwards are over"
             )
-        self.updater.wait(group)
+        for each in self._both:
+            each.wait(group)
 
     def is_pending(self, group: WeightGroup) -> bool:
         """Whether the group's update is not finished."""
-        return self.updater.is_pending(group)
+        return self.updater.is_pending(group) or self.on_device.is_pending(group)
 
     def took(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's update in the last step was made here."""
@@ -230,52 +282,13 @@ class Updates:
         """The parameters whose gradients were taken in this step, or the last one."""
         return set().union(*self._handed.values())
 
-    def watch(self, *, compiled: bool) -> AbstractContextManager[Any]:
-        """Around user code between visits: whoever uses a master whose update is pending waits for it.
-
-        In the first steps, also note masters that take part in the loss outside of their chunks: they get gradients
-        from there, so they are left to the optimizer. Compiled code cannot be watched, and code without gradients may
-        take fast paths that a watcher would close: there everything is waited for.
-        """
-        if not torch.is_grad_enabled() or compiled:
-            self.wait()
-        elif self._steps < WATCHED_STEPS or any(map(self.is_pending, self.inventory.groups)):
-            self._watcher = _Watcher(self, self.inventory.groups)
-            return self._watcher
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Inside a visit."""
-        watcher = self._watcher
-        if watcher is None or watcher.paused:
-            yield
-            return
-        watcher.paused = True
-        on_top = _get_current_function_mode() is watcher
-        try:
-            with _pop_mode_temporarily() if on_top else contextlib.nullcontext():
-                yield
-        finally:
-            watcher.paused = False
-
-    def watch_over(self) -> None:
-        """The user code that was watched has ended."""
-        self._watcher = None
-
-    def use_outside(self, group: WeightGroup, weight: Weight) -> None:
-        """User code took a master outside of its chunk's forward."""
-        if self.is_pending(group):
-            self.wait(group)
-        if torch.is_grad_enabled() and weight.parameter.requires_grad:
-            self._outside.add(weight.parameter)
-
     # ------------------------------------------------------------------ failures and the end
 
     def drop(self) -> None:
         """The step failed: forget the updates that have not begun."""
         self.end()
-        self.updater.drop()
+        for each in self._both:
+            each.drop()
         self._handed.clear()
         self._held = False
         self._norms.clear()
@@ -287,18 +300,26 @@ class Updates:
         self._staging.clear()
 
     def close(self) -> None:
-        """Finish what is under way and end the thread. Idempotent."""
-        self.updater.close()
+        """Finish what is under way and end the threads. Idempotent."""
+        for each in self._both:
+            each.close()
         self._staging.clear()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients on their way occupy."""
         return sum(staging.host_bytes() for staging in self._staging.values())
 
+    def _transfer(self) -> Event | None:
+        return self.inventory.window.under_way() if self.inventory.built else None
+
+    def _known_rates(self) -> Rates:
+        self._rates = self._rates or known_rates(self._device)
+        return self._rates
+
     def _may_take(self, group: WeightGroup, weight: Weight, added: bool) -> bool:
         parameter = weight.parameter
         assert self._recipes is not None
-        if parameter not in self._recipes or parameter in self._outside:
+        if parameter not in self._recipes or parameter in self.watching.outside:
             return False
         if not added:
             return parameter.grad is None
@@ -317,34 +338,5 @@ class Updates:
         return staging
 
 
-class _Watcher(TorchFunctionMode):
-    """Sees every operation on a master in user code between the visits of chunks."""
-
-    def __init__(self, updates: Updates, groups: Sequence[WeightGroup]) -> None:
-        super().__init__()
-        self._updates = updates
-        self.paused = False
-        self._owner = {id(weight.parameter): (group, weight) for group in groups for weight in group.weights}
-
-    def __exit__(self, *error: Any) -> None:
-        self._updates.watch_over()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.paused and func not in _NO_USE and torch._C._current_graph_task_id() == -1:
-            self._look(args)
-            self._look(kwargs.values())
-        return func(*args, **kwargs)
-
-    def _look(self, values: Any) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                owner = self._owner.get(id(value))
-                if owner is not None:
-                    self._updates.use_outside(*owner)
-            elif isinstance(value, (list, tuple)):
-                self._look(value)
+def _nothing() -> None:
+    pass

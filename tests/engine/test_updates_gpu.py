@@ -82,7 +82,7 @@ def train(
         engine.updates.wait()
         if overlap:
             trained = [group for group in engine.groups if any(w.parameter.requires_grad for w in group.weights)]
-            assert engine.updates.updater.updated == steps * len(trained)
+            assert engine.updates.updated == steps * len(trained)
         state = copy.deepcopy(optimizer.state_dict())
     finally:
         engine.close()
