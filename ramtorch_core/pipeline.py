@@ -1,7 +1,7 @@
 """Pipelines over several devices in one process, without Lightning."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from ramtorch_core.engine.pipeline.runner import (
 from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, split
 from ramtorch_core.engine.pipeline.stages import StageRow
 from ramtorch_core.engine.pipeline.steps import Autocast, Chain, GradOutputs, LossFunction, Steps
+from ramtorch_core.engine.pipeline.streamed import StreamOptions
 from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.offload import check_options
 from ramtorch_core.traces import trace
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "StageRow",
     "StageSpec",
     "StepResult",
+    "StreamOptions",
     "batch_size",
     "format_stage_rows",
     "join",
@@ -37,7 +40,20 @@ __all__ = [
     "resolve_devices",
     "sizes_of",
     "split",
+    "stream_options",
 ]
+
+
+def stream_options(
+    window: int, pin: int | Sequence[str], activations: Literal["checkpoint", "keep"], **more: Any
+) -> StreamOptions:
+    """How stages stream.
+
+    Raises:
+        ConfigurationError: an argument that cannot work.
+    """
+    check_options(window, pin, activations, more.get("stream_dtype", "auto"), more.get("resident_below", 0), "host")
+    return StreamOptions(window, pin, checkpoint=activations == "checkpoint", **more)
 
 
 class PipelineResult:
@@ -71,7 +87,11 @@ class Pipeline:
 
     Args:
         stage_modules: one module per device, in order. They move to their devices; parameters stay the same objects.
+        chunk_modules: instead, a list of modules per device. They stay in RAM and stream through a window on it.
         devices: one per stage; the CPU may be given several times.
+        window: slots on each device, with `chunk_modules`.
+        pin: how many chunks of each device stay on it, with `chunk_modules`.
+        activations: "checkpoint" recomputes those of a streamed chunk in backward, "keep" keeps them.
         autocast: "bf16", "fp16" or a dtype to compute in; None keeps the caller's own autocast. fp16 is for inference,
             unless a step is given a scaler.
 
@@ -82,14 +102,26 @@ class Pipeline:
     def __init__(
         self,
         *,
-        stage_modules: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module] | None = None,
+        chunk_modules: Sequence[Sequence[nn.Module]] | None = None,
         devices: Sequence[torch.device | str | int],
+        window: int = 2,
+        pin: int = 0,
+        activations: Literal["checkpoint", "keep"] = "checkpoint",
         autocast: Autocast = None,
     ) -> None:
+        if (stage_modules is None) == (chunk_modules is None):
+            raise ConfigurationError("a pipeline is made of either stage_modules or chunk_modules: pass one of them")
+        stream = None
+        if chunk_modules is not None:
+            stage_modules = [Chain(chunks) for chunks in chunk_modules]
+            chunks = [chunk for stage in chunk_modules for chunk in stage if any(True for _ in chunk.parameters())]
+            stream = stream_options(window, pin, activations, chunks=list(dict.fromkeys(chunks)), resident_below=0)
+        assert stage_modules is not None
         if len(stage_modules) != len(devices):
             raise ConfigurationError(f"{len(stage_modules)} stages for {len(devices)} devices: give one for each")
         chain = Chain(stage_modules)
-        runner = PipelineRunner(chain, devices, stages=list(stage_modules[1:]))
+        runner = PipelineRunner(chain, devices, stages=list(stage_modules[1:]), stream=stream)
         self._steps = Steps(chain, runner, autocast)
 
     def step(
@@ -157,6 +189,9 @@ class PipelineModel(nn.Module):
         devices: in the order of the stages.
         device_weights: relative speed of the devices, for the automatic cut.
         split_spec: the names of the modules that begin stages 1, 2, ..., instead of the automatic cut.
+        window: slots on each device, through which the chunks of its stages stream from RAM; None: nothing streams.
+        pin: how many chunks of each device stay on it, or their names, with `window`.
+        activations: as for `Pipeline`.
         autocast: as for `Pipeline`.
 
     Raises:
@@ -172,11 +207,15 @@ class PipelineModel(nn.Module):
         devices: Sequence[torch.device | str | int],
         device_weights: Sequence[float] | None = None,
         split_spec: Sequence[str] | None = None,
+        window: int | None = None,
+        pin: int | Sequence[str] = 0,
+        activations: Literal["checkpoint", "keep"] = "checkpoint",
         autocast: Autocast = None,
     ) -> None:
         super().__init__()
         self.model = model
-        runner = PipelineRunner(model, devices, stages=split_spec, device_weights=device_weights)
+        stream = None if window is None else stream_options(window, pin, activations)
+        runner = PipelineRunner(model, devices, stages=split_spec, device_weights=device_weights, stream=stream)
         self._steps = Steps(model, runner, autocast)
         if example is not None:
             try:

@@ -7,19 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ramtorch_core import ConfigurationError
+from ramtorch_core import ChunkSpec, ConfigurationError, format_rows
 from ramtorch_core.pipeline import (
     PipelineRunner,
     ScheduleSpec,
     StageRow,
     StageSpec,
+    StreamOptions,
     format_stage_rows,
     join,
     plan_schedule,
     resolve_devices,
+    stream_options,
 )
 from ramtorch_lightning._lightning import (
     Accelerator,
@@ -29,8 +32,10 @@ from ramtorch_lightning._lightning import (
     pl,
     rank_zero_info,
 )
+from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
+from ramtorch_lightning.refusals import allow_clipping, check_optimizer
 
 __all__ = ["PipelineStrategy"]
 
@@ -59,6 +64,12 @@ class PipelineStrategy(MicrobatchedStrategy):
             modules in the order of their registration.
         balance: what the automatic split balances: "parameters", or "memory" with gradients and optimizer state.
         device_weights: relative speed of the devices, for the automatic split.
+        window: slots on each device, through which the chunks of its stages stream from RAM; None: nothing streams.
+        pin: how many chunks of each device stay on it, or their names, with `window`.
+        chunks: what streams together, with `window`; as for OffloadStrategy.
+        activations: of streamed chunks: "checkpoint" recomputes them in backward, "keep" keeps them.
+        resident_below: bytes; smaller tensors of streamed chunks keep a copy on the device.
+        host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
         accelerator, checkpoint_io, precision_plugin: passed on to Lightning.
@@ -78,6 +89,12 @@ class PipelineStrategy(MicrobatchedStrategy):
         stages: StageSpec = None,
         balance: Literal["parameters", "memory"] = "parameters",
         device_weights: list[float] | None = None,
+        window: int | None = None,
+        pin: int | list[str] = 0,
+        chunks: ChunkSpec = None,
+        activations: Literal["checkpoint", "keep"] = "checkpoint",
+        resident_below: int = 2**20,
+        host_memory: int | None = None,
         split_fn: SplitFn | None = None,
         evaluate: Literal["pipelined", "whole"] = "pipelined",
         accelerator: Accelerator | None = None,
@@ -94,6 +111,12 @@ class PipelineStrategy(MicrobatchedStrategy):
         self._balance = balance
         self._device_weights = device_weights
         self._evaluate = evaluate
+        self._chunks = chunks
+        self._streaming: dict[str, Any] | None = None
+        if window is not None:
+            self._streaming = {"resident_below": resident_below, "host_memory": host_memory}
+            self._streaming |= {"window": window, "pin": pin, "activations": activations}
+            stream_options(**self._streaming)  # refuses what cannot work
         self._runner: PipelineRunner | None = None
         if self._devices is not None:
             self._choose_root()
@@ -158,6 +181,19 @@ class PipelineStrategy(MicrobatchedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        streamed = self.runner.streamed
+        if streamed is not None:
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
+                allow_clipping(optimizer, self.precision_plugin)
+            rank_zero_info(format_rows([row for streamer in streamed.streamers for row in streamer.chunk_table()]))
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.runner.streamed is not None:
+            self.runner.streamed.refresh()
+        return output
 
     @override
     def model_to_device(self) -> None:
@@ -173,11 +209,17 @@ class PipelineStrategy(MicrobatchedStrategy):
             balance=self._balance,
             device_weights=self._device_weights,
             aside=lambda submodule: isinstance(submodule, Metric),
+            stream=self._stream_options(module),
         )
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
         rank_zero_info(f"PipelineStrategy, {self._microbatches} microbatches:\n{format_stage_rows(self.stage_table())}")
+
+    def _stream_options(self, module: pl.LightningModule) -> StreamOptions | None:
+        if self._streaming is None:
+            return None
+        return stream_options(**self._streaming, chunks=chunk_spec(module, self._chunks))
 
     @override
     def teardown(self) -> None:
