@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
+from ramtorch_core.engine.laps import Lap, compute_of, read_waits, within
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import Kind, Range
+from ramtorch_core.memory.ranges import Kind
 from ramtorch_core.memory.weights import WeightGroup
-from ramtorch_core.plan.itinerary import Direction, Visit
+from ramtorch_core.plan.itinerary import Visit
 
 WARM_UP = 2
 """Steps: the first one lays weights out as they are found to be used."""
@@ -117,7 +117,7 @@ def calibrate_chunks(
         peak = device.peak_bytes()
         groups = streamer.groups
         measured = tuple(
-            describe(group, footprint, *_compute(group, [lap.visits for lap in laps]))
+            describe(group, footprint, *compute_of(group, laps, recomputed=True))
             for group, footprint in zip(groups, footprints[1:], strict=True)
         )
         return Calibration(rates, measured, statistics.median(lap.outside for lap in laps), window, peak)
@@ -127,15 +127,7 @@ def calibrate_chunks(
             parameter.grad = grad
 
 
-@dataclass(slots=True)
-class _Lap:
-    """Seconds of one step: of each visit, and of compute in none."""
-
-    visits: dict[Visit, float] = field(default_factory=lambda: defaultdict(float))
-    outside: float = 0.0
-
-
-def _time(run: Run) -> _Lap:
+def _time(run: Run) -> Lap:
     device = run.streamer.device
     device.synchronize()
     listener = device.ranges.listen()
@@ -147,29 +139,15 @@ def _time(run: Run) -> _Lap:
         ended = listener.collect()
     finally:
         listener.close()
-    lap = _Lap()
-    copies = () if device.asynchronous else (Kind.TRANSFER, Kind.GRADIENT)  # these too keep compute waiting then
-    stalls = [each for each in ended if each.kind is Kind.STALL or each.kind in copies]
+    lap = Lap()
+    waits = read_waits(ended, asynchronous=device.asynchronous)
     for visit in (each for each in ended if each.kind is Kind.VISIT):
-        waited = sum(stall.seconds for stall in stalls if _inside(stall, visit))
+        waited = sum(wait.seconds for wait in waits if within(wait, visit))
         assert isinstance(visit.what, Visit)
         lap.visits[visit.what] += max(0.0, visit.seconds - waited)
-    waited = sum(stall.seconds for stall in stalls)
+    waited = sum(wait.seconds for wait in waits)
     lap.outside = max(0.0, end.seconds_since(start) - waited - sum(lap.visits.values()))
     return lap
-
-
-def _inside(inner: Range, outer: Range) -> bool:
-    return outer.begun < inner.begun and inner.ended < outer.ended
-
-
-def _compute(group: WeightGroup, laps: Sequence[dict[Visit, float]]) -> tuple[float, float]:
-    """Seconds of forward and of backward, without the recompute with which it began."""
-    forward, both = (
-        statistics.median(lap.get(Visit(direction, group.index), 0.0) for lap in laps)
-        for direction in (Direction.FORWARD, Direction.BACKWARD)
-    )
-    return forward, max(0.0, both - forward)
 
 
 def describe(group: WeightGroup, footprint: Footprint, forward: float, backward: float) -> ChunkMeasure:

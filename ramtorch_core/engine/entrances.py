@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,9 @@ class Entrances:
 
     Args:
         unwatched: around visits, in which nobody watches for uses of masters.
+
+    Attributes:
+        around_visit: around each forward visit, with the chunk, its arguments, and keyword arguments.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Entrances:
         unwatched: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._scopes, self._inventory, self._visits, self._unwatched = scopes, inventory, visits, unwatched
+        self.around_visit: Callable[[Chunk, Any, Any], AbstractContextManager[None]] | None = None
         self._entered = 0  # forwards of the root or its children, one inside another
         chunks = inventory.census.chunks
         self._forwards = [ChunkForward(chunk.module, self._visit, chunk) for chunk in chunks]
@@ -84,7 +88,8 @@ class Entrances:
         with self._scopes.scope():
             if self._entered == 0 and self._scopes.nested and current_task() == -1:
                 self._inventory.rest.follow_toggles()
-            with self._unwatched():
+            around = nullcontext() if self.around_visit is None else self.around_visit(chunk, args, kwargs)
+            with self._unwatched(), around:
                 return self._visits.forward(inner, chunk, args, kwargs)
 
     def _enter(self, inner: Callable[..., Any], _chunk: Chunk | None, args: Any, kwargs: Any) -> Any:

@@ -63,6 +63,19 @@ class Footprint:
     operations: int = 0
 
 
+Storages = dict[int, StorageWeakRef]
+"""Those that were seen; while one is referred to, no other one gets its address."""
+
+
+def bytes_once(tensor: Tensor, known: Storages) -> int:
+    """Bytes of the tensor's storage, the first time that it is seen."""
+    storage = tensor.untyped_storage()
+    if storage._cdata in known:
+        return 0
+    known[storage._cdata] = StorageWeakRef(storage)
+    return int(storage.nbytes())
+
+
 def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[Footprint]:
     """Of what is in no chunk, and of each group: one forward that would keep everything for backward, but only counts.
 
@@ -73,19 +86,11 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
     footprints = [Footprint() for _ in range(1 + len(chunks))]
     inside = [footprints[0]]  # chunks under way
     seen = 0
-    counted: dict[int, StorageWeakRef] = {}
-    inputs: dict[int, StorageWeakRef] = {}
-
-    def count(tensor: Tensor, known: dict[int, StorageWeakRef]) -> int:
-        """Bytes of the storage, the first time; while it is referred to, no other one gets its address."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in known:
-            return 0
-        known[storage._cdata] = StorageWeakRef(storage)
-        return int(storage.nbytes())
+    counted: Storages = {}
+    inputs: Storages = {}
 
     def pack(tensor: Tensor) -> None:
-        inside[-1].kept += count(tensor, counted)
+        inside[-1].kept += bytes_once(tensor, counted)
 
     def attribute() -> None:
         nonlocal seen
@@ -100,7 +105,7 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
 
             def enter(_: nn.Module, args: Any, kwargs: Any, footprint: Footprint = footprint) -> None:
                 attribute()
-                footprint.boundary += sum(count(tensor, inputs) for tensor in tensors_in((args, kwargs)))
+                footprint.boundary += sum(bytes_once(tensor, inputs) for tensor in tensors_in((args, kwargs)))
                 inside.append(footprint)
 
             def leave(*_: Any) -> None:

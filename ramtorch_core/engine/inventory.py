@@ -40,6 +40,7 @@ class Inventory:
         stray: parameters that were seen in use outside of their chunk's forward.
         built: arenas and slots exist.
         loans: of each group, the loans whose graphs live.
+        slots, resident: as given; changed before `divide`, they hold from then on.
     """
 
     window: Window
@@ -60,8 +61,8 @@ class Inventory:
         masters: Masters,
     ) -> None:
         self.root, self.device, self.dtypes = root, device, dtypes
-        self._named, self._resident, self._resident_below = list(named), resident, resident_below
-        self._slots, self._poison = slots, poison
+        self._named, self.resident, self._resident_below = list(named), resident, resident_below
+        self.slots, self._poison = slots, poison
         self._collector, self._masters = collector, masters
         self.stray: set[nn.Parameter] = set()
         self.divide()
@@ -71,7 +72,7 @@ class Inventory:
         self.census: Census = take_census(
             self.root,
             self._named,
-            resident=self._resident,
+            resident=self.resident,
             resident_below=self._resident_below,
             also_copies=frozenset(self.stray),
         )
@@ -104,7 +105,7 @@ class Inventory:
         if not self.built or self.window.nbytes < largest:
             if self.built:
                 self.device.synchronize()
-            self.window = Window(self.device, min(self._slots, len(self.groups)), largest, poison=self._poison)
+            self.window = Window(self.device, min(self.slots, len(self.groups)), largest, poison=self._poison)
             self.follower = Follower(self.window, self.groups, self._masters)
             self._storages = {slot.buffer.untyped_storage()._cdata: slot for slot in self.window.slots}
         self.window.forget()

@@ -30,7 +30,7 @@ class Rest:
         self._placement = Placement(weights)
         self._views: list[Tensor] = []
         self._lent: list[Tensor] = []
-        self._buffer = torch.empty(0)
+        self.buffer = torch.empty(0)
         self._requires_grad: list[bool] = []
         self._recurrent: list[int] = []
         self._free: Event = COMPLETE  # the last use of the copies that has ended, on whatever stream
@@ -45,8 +45,8 @@ class Rest:
         """Allocate the copies and fill them."""
         self.group.build([weight.parameter.dtype for weight in self.group.weights], self.device)
         with torch.no_grad(), torch.inference_mode(False):
-            self._buffer = torch.empty(self.group.nbytes, dtype=torch.uint8, device=self.device.torch)
-            self._views = [self._own_version(weight.view(self._buffer)) for weight in self.group.weights]
+            self.buffer = torch.empty(self.group.nbytes, dtype=torch.uint8, device=self.device.torch)
+            self._views = [self._own_version(weight.view(self.buffer)) for weight in self.group.weights]
         self._copy(self.group.weights)
 
     def enter(self) -> None:
@@ -85,7 +85,7 @@ class Rest:
             self.users = 1
             self.leave()
         self.group.release()
-        self._views, self._lent, self._recurrent, self._buffer = [], [], [], torch.empty(0)
+        self._views, self._lent, self._recurrent, self.buffer = [], [], [], torch.empty(0)
 
     def _tensors(self) -> list[Tensor]:
         if not self._lent or self._stale_graph():
@@ -106,7 +106,7 @@ class Rest:
             return
         with torch.no_grad():
             self.device.wait(self._free)
-            self._buffer.copy_(arena.flat, non_blocking=True)
+            self.buffer.copy_(arena.flat, non_blocking=True)
             for index in self._recurrent:
                 self._lent[index].data.copy_(self.group.weights[index].shadow, non_blocking=True)
             self.group.copied = self.device.record()

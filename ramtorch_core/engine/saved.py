@@ -64,6 +64,9 @@ class SavedTensors:
         weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now; None if the
             group is no more.
         device: where weights are needed.
+
+    Attributes:
+        note: is told of every tensor that is saved and is no weight in a slot.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class SavedTensors:
         device: torch.device,
     ) -> None:
         self._locate, self._weight_in, self._device = locate, weight_in, device
+        self.note: Callable[[Tensor], None] | None = None
 
     @contextlib.contextmanager
     def hooks(self, *, copied: bool) -> Iterator[None]:
@@ -89,6 +93,8 @@ class SavedTensors:
             found = self._locate(tensor)
             if found is not None:
                 return self._reference(tensor, *found, copied)
+            if self.note is not None:
+                self.note(tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
             # Detached, because what is saved may be the output of the very node that saves it: kept as it is, it would

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,6 +26,7 @@ from ramtorch_core.engine.learning import Learning, explain
 from ramtorch_core.engine.modules import move_buffers
 from ramtorch_core.engine.observe import Observer, is_compiled
 from ramtorch_core.engine.optimizer_hook import tell_of_steps
+from ramtorch_core.engine.out_of_memory import add_advice, advise_streaming
 from ramtorch_core.engine.update_places import UpdateSpec
 from ramtorch_core.engine.updates import Updates
 from ramtorch_core.engine.visits import Activations, Visits
@@ -60,6 +62,7 @@ class Streamer:
         gradients: what backward has left and not yet published.
         updates: steps optimizers while backward goes on.
         closed: the tree is plain again.
+        tuning: who chooses its knobs, or None.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Streamer:
         self.root, self.device = root, device
         self.dtypes = dtypes or StreamDtypes()
         self.closed = False
+        self.tuning: object | None = None
         self.gradients = Gradients(device)
         self.updates = Updates(device, self.gradients, kernel, updates)
         self._freshness = Freshness(self.updates)
@@ -214,6 +218,7 @@ class Streamer:
             failed = False
         except RuntimeError as error:
             explain(error, self.never_visited())
+            add_advice(error, partial(advise_streaming, self))
             raise
         finally:
             self._depth -= 1
@@ -390,7 +395,9 @@ class Streamer:
         self._inventory.release()
         for group in self._inventory.everything:
             self.gradients.forget(group)
+        self._inventory.place_residents(torch.device("cpu"))
         self._inventory.divide()
+        self._inventory.place_residents(self.device.torch)
         self._freshness.forget()
         self._learning.forget()
         self._entrances.divided()

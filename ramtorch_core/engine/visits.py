@@ -78,6 +78,7 @@ class Visits:
     Attributes:
         graphs: a hook for each output whose graph lives and has not run backward.
         observing: who watches how weights are used, or None.
+        saved: packs what is saved for backward.
     """
 
     def __init__(self, inventory: Inventory, backwards: BackwardPasses, activations: Activations) -> None:
@@ -89,7 +90,7 @@ class Visits:
         self._checkpointing = 0  # checkpointed chunks under way, one inside another
         self._copies: dict[int, Copies] = {}  # by index of a chunk: what it was seen to write among its arguments
         self._warned: set[str] = set()
-        self._saved = SavedTensors(inventory.locate, self._slot_for_backward, self.device.torch)
+        self.saved = SavedTensors(inventory.locate, self._slot_for_backward, self.device.torch)
         self._marker = torch.empty(0, device=self.device.torch)
 
     # ------------------------------------------------------------------ forward
@@ -277,7 +278,7 @@ class Visits:
             )
 
     def _hooks(self, chunk: Chunk, around: bool) -> contextlib.AbstractContextManager[None]:
-        return self._saved.hooks(copied=around) if chunk.group is not None else contextlib.nullcontext()
+        return self.saved.hooks(copied=around) if chunk.group is not None else contextlib.nullcontext()
 
     def _needs_exact(self, chunk: Chunk) -> bool:
         """Whether the chunk has shadows in half precision, and this visit is not under autocast to their dtype."""

@@ -172,6 +172,15 @@ class Device:
         """Bytes of device memory, or None where that is not known."""
         return torch.cuda.mem_get_info(self.torch)[1] if self.asynchronous else None
 
+    def usable_bytes(self) -> int | None:
+        """Bytes of device memory that are free, or that this process has; None where that is not known."""
+        free = self.free_bytes()
+        return None if free is None else free + torch.cuda.memory_reserved(self.torch)
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes of device memory that tensors take now, or None where that is not known."""
+        return torch.cuda.memory_allocated(self.torch) if self.asynchronous else None
+
     def peak_bytes(self) -> int | None:
         """The most bytes of device memory that tensors took so far, or None where that is not known."""
         return torch.cuda.max_memory_allocated(self.torch) if self.asynchronous else None

@@ -159,6 +159,10 @@ class Gradients:
                 if gradient.pending:
                     del book.gradients[weight]  # if it was published before and being added to, its value is lost
 
+    def waiting(self) -> bool:
+        """Whether gradients have arrived, or are on their way, that were not published."""
+        return any(gradient.pending for book in self._books.values() for gradient in book.gradients.values())
+
     def forget(self, group: WeightGroup) -> None:
         """Drop what is kept for a group that changed; published `.grad` tensors stay with their masters.
 

@@ -1,0 +1,96 @@
+"""What ranges tell of a step: seconds of compute per visit, without the waits inside."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ramtorch_core.memory.ranges import Kind, Range
+from ramtorch_core.memory.weights import WeightGroup
+from ramtorch_core.plan.itinerary import Direction, Visit
+
+__all__ = ["Lap", "compute_of", "read_visits", "read_waits", "within"]
+
+
+@dataclass(slots=True)
+class Lap:
+    """Seconds of one step: of each visit, and of compute in none."""
+
+    visits: dict[Visit, float] = field(default_factory=lambda: defaultdict(float))
+    outside: float = 0.0
+
+
+def read_waits(ended: Sequence[Range], *, asynchronous: bool) -> list[Range]:
+    """Those in which compute waited: stalls, and where nothing is asynchronous the copies too."""
+    kinds = (Kind.STALL,) if asynchronous else (Kind.STALL, Kind.TRANSFER, Kind.GRADIENT)
+    return [each for each in ended if each.kind in kinds]
+
+
+def within(inner: Range, outer: Range) -> bool:
+    """Whether `inner` began and ended inside `outer`."""
+    return outer.begun < inner.begun and inner.ended < outer.ended
+
+
+def compute_of(group: WeightGroup, laps: Sequence[Lap], *, recomputed: bool) -> tuple[float, float]:
+    """Seconds of forward and of backward, medians; of a backward that begins with a recompute, without that."""
+    forward, both = (
+        statistics.median(lap.visits.get(Visit(direction, group.index), 0.0) for lap in laps)
+        for direction in (Direction.FORWARD, Direction.BACKWARD)
+    )
+    return forward, max(0.0, both - forward * recomputed)
+
+
+def read_visits(ended: Sequence[Range], *, asynchronous: bool, train: bool) -> Lap | None:
+    """The mean pass over the chunks in a step, of which only ranges are known; None if there was none.
+
+    A step has one pass or several. A training pass is a run of forward visits and the backward visits that follow;
+    forwards that come first and have no backward, those of an evaluation, do not count. What happens between two
+    passes, and before and after them, does not either.
+    """
+    visits = sorted((each for each in ended if each.kind is Kind.VISIT), key=lambda each: each.begun)
+    waits = read_waits(ended, asynchronous=asynchronous)
+    lap, counts = Lap(), Counter[Visit]()
+    for run in _passes(visits, train):
+        seconds = 0.0
+        for visit in run:
+            waited = sum(wait.seconds for wait in waits if within(wait, visit))
+            assert isinstance(visit.what, Visit)
+            compute = max(0.0, visit.seconds - waited)
+            lap.visits[visit.what] += compute
+            seconds += compute
+            counts[visit.what] += 1
+        first, last = run[0], max(run, key=lambda each: each.ended)
+        waited = sum(wait.seconds for wait in waits if first.begun < wait.begun and wait.ended < last.ended)
+        lap.outside += max(0.0, last.end.seconds_since(first.start) - waited - seconds)
+    direction = Direction.BACKWARD if train else Direction.FORWARD
+    passes = [count for visit, count in counts.items() if visit.direction is direction]
+    if not passes:
+        return None
+    count = statistics.median_low(passes)
+    return Lap({visit: seconds / count for visit, seconds in lap.visits.items()}, lap.outside / count)
+
+
+def _passes(visits: Sequence[Range], train: bool) -> list[list[Range]]:
+    """The visits of each pass, in order."""
+    if not train:
+        return [list(visits)] if visits else []
+    runs: list[tuple[list[Range], list[Range]]] = []
+    for visit in visits:
+        assert isinstance(visit.what, Visit)
+        forward = visit.what.direction is Direction.FORWARD
+        if not runs or (forward and runs[-1][1]):
+            runs.append(([], []))
+        runs[-1][0 if forward else 1].append(visit)
+    found = []
+    for forwards, backwards in runs:
+        most = max(Counter(each.what for each in backwards).values(), default=0)
+        seen, kept = Counter[object](), []
+        for each in reversed(forwards):
+            seen[each.what] += 1
+            if seen[each.what] <= most:
+                kept.append(each)
+        if backwards:
+            found.append([*reversed(kept), *backwards])
+    return found
