@@ -45,6 +45,7 @@ __all__ = [
     "calibrate",
     "costs",
     "extra_bytes",
+    "half_precision",
     "machine",
     "mean_loss",
     "predict",
@@ -163,6 +164,23 @@ def extra_bytes(calibration: Calibration) -> float:
         return 0.0
     plan = StreamingPlan(window=calibration.window, optimizer=Optimizer.OVERLAPPED)
     return max(0.0, calibration.peak_bytes - simulate_streaming(costs(calibration), plan).peak_bytes)
+
+
+def half_precision(calibration: Calibration) -> Calibration | None:
+    """The same model if its weights and gradients crossed in half precision; None if they do.
+
+    Compute takes as long, and activations as much, as they were measured.
+    """
+    full = [chunk for chunk in calibration.chunks if chunk.parameters and chunk.weight_bytes >= 4 * chunk.parameters]
+    if not full:
+        return None
+    halved = [
+        replace(chunk, weight_bytes=chunk.weight_bytes // 2, gradient_bytes=chunk.gradient_bytes // 2)
+        if chunk in full
+        else chunk
+        for chunk in calibration.chunks
+    ]
+    return replace(calibration, chunks=tuple(halved))
 
 
 def predict(calibration: Calibration, plan: StreamingPlan, on: Machine | None = None) -> Prediction:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
@@ -70,6 +72,15 @@ class Choice:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Knobs:
+    """What is combined."""
+
+    windows: Sequence[int]
+    pins: Sequence[int | tuple[int, ...]]
+    checkpoint: Sequence[bool]
+
+
 def choose(
     chunks: Sequence[ChunkCost],
     machine: Machine,
@@ -77,8 +88,10 @@ def choose(
     base: StreamingPlan | None = None,
     extra_bytes: float = 0,
     windows: Sequence[int] = WINDOWS,
+    resident: Sequence[int | tuple[int, ...]] | None = None,
     checkpoint: Sequence[bool] = (False, True),
     offers: bool = True,
+    variants: Mapping[str, Sequence[ChunkCost]] = MappingProxyType({}),
 ) -> Choice:
     """The fastest plan whose peak fits into `machine.gpu_bytes`.
 
@@ -88,28 +101,24 @@ def choose(
     Args:
         base: what is not chosen here: microbatches, order, optimizer (default: overlapped on the host), accumulation.
         extra_bytes: GPU memory for what is in no chunk: inputs, the loss, work space.
+        resident: sets of chunks to compare; None for all of those counts.
         offers: also simulate what more memory and more microbatches would buy.
+        variants: changes in words -> what the chunks would cost then; they are offered too.
 
     Raises:
         ConfigurationError: no combination fits; says what the least would be.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
-    best, simulated = _search(chunks, machine, base, extra_bytes, windows, checkpoint)
+    knobs = _Knobs(windows, pins(len(chunks)) if resident is None else resident, checkpoint)
+    best, simulated = _search(chunks, machine, base, extra_bytes, knobs)
     plan, result = best
     found: list[Offer] = []
-    if offers:
-        if machine.gpu_bytes is not None:
-            for factor in (1.5, 2.0):
-                larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
-                (other, its), count = _search(chunks, larger, base, extra_bytes, windows, checkpoint)
-                simulated += count
-                change = f"{factor:g} times the GPU memory ({factor * machine.gpu_bytes / 1e9:.1f} GB)"
-                found.append(Offer(change, its.seconds, other, its.peak_bytes + extra_bytes))
-        twice = replace(base, microbatches=2 * base.microbatches)
-        (other, its), count = _search(chunks, machine, twice, extra_bytes, windows, checkpoint)
-        simulated += count
-        change = f"{twice.microbatches} microbatches instead of {base.microbatches}"
-        found.append(Offer(change, its.seconds / 2, other, its.peak_bytes + extra_bytes))
+    for change, others, there, what in _changes(chunks, machine, base, variants) if offers else ():
+        with contextlib.suppress(ConfigurationError):  # it would not fit
+            (other, its), count = _search(others, there, what, extra_bytes, knobs)
+            simulated += count
+            seconds = its.seconds * base.microbatches / what.microbatches
+            found.append(Offer(change, seconds, other, its.peak_bytes + extra_bytes))
     return Choice(
         plan=plan,
         seconds=result.seconds,
@@ -120,6 +129,20 @@ def choose(
         simulated=simulated,
         result=result,
     )
+
+
+def _changes(
+    chunks: Sequence[ChunkCost], machine: Machine, base: StreamingPlan, variants: Mapping[str, Sequence[ChunkCost]]
+) -> Iterator[tuple[str, Sequence[ChunkCost], Machine, StreamingPlan]]:
+    """What might be changed, in words, and what would be simulated then."""
+    if machine.gpu_bytes is not None:
+        for factor in (1.5, 2.0):
+            larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
+            yield f"{factor:g} times the GPU memory ({factor * machine.gpu_bytes / 1e9:.1f} GB)", chunks, larger, base
+    twice = replace(base, microbatches=2 * base.microbatches)
+    yield f"{twice.microbatches} microbatches instead of {base.microbatches}", chunks, machine, twice
+    for change, others in variants.items():
+        yield change, others, machine, base
 
 
 def describe(plan: StreamingPlan) -> str:
@@ -133,16 +156,14 @@ def _search(
     machine: Machine,
     base: StreamingPlan,
     extra_bytes: float,
-    windows: Sequence[int],
-    checkpoint: Sequence[bool],
+    knobs: _Knobs,
 ) -> tuple[tuple[StreamingPlan, StreamingResult], int]:
     limit = float("inf") if machine.gpu_bytes is None else machine.gpu_bytes - extra_bytes
     plans = [
         replace(base, window=window, pin=pin, checkpoint=recompute)
-        for recompute in checkpoint
-        for pin in _pins(len(chunks))
-        for window in (windows if _count(pin) < len(chunks) else windows[:1])
-        if window <= max(1, len(chunks) - _count(pin))
+        for recompute in knobs.checkpoint
+        for pin in knobs.pins
+        for window in dict.fromkeys(min(most, max(1, len(chunks) - _count(pin))) for most in knobs.windows)
     ]
     bounded = sorted(
         ((_least_seconds(chunks, machine, plan), _least_bytes(chunks, plan), i) for i, plan in enumerate(plans)),
@@ -173,10 +194,11 @@ def _search(
     return min(close, key=lambda entry: (entry[1].peak_bytes, entry[1].seconds)), simulated
 
 
-def _pins(chunks: int) -> list[int | tuple[int, ...]]:
-    """Counts, spread evenly; and the first ones, where that is another set."""
-    counts: list[int | tuple[int, ...]] = list(range(chunks + 1))
-    first = (tuple(range(count)) for count in range(2, chunks))
+def pins(chunks: int, most: int | None = None) -> list[int | tuple[int, ...]]:
+    """Counts, spread evenly; and the first ones, where that is another set. With `most`, about so many counts."""
+    step = 1 if most is None else max(1, chunks // most)
+    counts: list[int | tuple[int, ...]] = list(dict.fromkeys([*range(0, chunks, step), chunks]))
+    first = (tuple(range(count)) for count in counts if isinstance(count, int) and 2 <= count < chunks)
     return counts + [pin for pin in first if resident_chunks(len(pin), chunks) != frozenset(pin)]
 
 
