@@ -6,7 +6,8 @@
 
 Systems: `single` (one GPU, gradient accumulation), `torch` (torch.distributed.pipelining's 1F1B, two processes), and
 ours, in one process: `gpipe`, `1f1b`, `eager_1f1b`, `zb_h1`, `interleaved`, `zbv` (the bare engine), `trainer`
-(PipelineStrategy with 1f1b through the Trainer) and `trainer_zb_h1`. Each prints one JSON object: the median step of
+(PipelineStrategy with 1f1b through the Trainer) and `trainer_zb_h1`. `1f1b_streamed` (and so on) keeps the weights in
+RAM; compare it with `--no-learn`, forward and backward alone, since its optimizer steps on the host. Each prints one JSON object: the median step of
 those after the warm-up, peak bytes per GPU, and losses. Ratios are to be taken within one run.
 """
 
@@ -30,7 +31,7 @@ import torch
 from reference import build, loss_function, tokens
 from torch import Tensor, nn
 
-from ramtorch_core.pipeline import PipelineRunner, sizes_of, split
+from ramtorch_core.pipeline import PipelineRunner, sizes_of, split, stream_options
 
 OURS = ["gpipe", "1f1b", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
 DEFAULT = ["bits", "single", "torch", "gpipe", "1f1b", "eager_1f1b", "zb_h1", "zbv", "trainer", "trainer_zb_h1"]
@@ -92,8 +93,11 @@ def single(options: argparse.Namespace) -> None:
 
 def ours(schedule: str, options: argparse.Namespace) -> None:
     model = nn.Sequential(*build(options.layers, options.width))
+    name, streams = schedule, schedule.endswith("_streamed")
+    schedule = schedule.removesuffix("_streamed")
     cut = None if schedule in ("interleaved", "zbv") else [str(1 + options.layers // 2)]
-    runner = PipelineRunner(model, ["cuda:0", "cuda:1"], schedule=schedule, stages=cut)
+    stream = stream_options(2, 0, "keep", host_memory=200 << 30) if streams else None
+    runner = PipelineRunner(model, ["cuda:0", "cuda:1"], schedule=schedule, stages=cut, stream=stream)
     first, last = runner.stage_devices[0].torch, runner.root_device
     x, y = tokens(options.batch, options.seq)
     items = split((x.to(first), y.to(last)), sizes_of(options.batch, options.microbatches))
@@ -107,12 +111,14 @@ def ours(schedule: str, options: argparse.Namespace) -> None:
         with torch.autocast(**AUTOCAST):
             result = runner.train(training_step, items, lambda loss, _: (loss / count, None))
         for parameter, gradient in result.gradients.items():
-            parameter.grad = gradient
+            parameter.grad = gradient if options.learn else None
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(result.outputs).mean()
 
-    report(schedule, step, options.steps)
+    for streamer in runner.streamed.streamers if runner.streamed is not None else ():
+        streamer.conservative = False
+    report(name, step, options.steps)
     runner.close()
 
 
@@ -254,6 +260,7 @@ def main() -> None:
     flags = {"layers": 12, "width": 4096, "batch": 16, "seq": 2048, "microbatches": 8, "steps": 8}
     for flag, default in flags.items():
         parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--learn", action=argparse.BooleanOptionalAction, default=True, help="step the optimizer")
     options = parser.parse_args()
     for system in options.systems:
         if system == "bits":

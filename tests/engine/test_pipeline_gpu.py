@@ -13,6 +13,7 @@ from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
 from torch import Tensor, nn
 
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
+from ramtorch_core.engine.pipeline.streamed import StreamOptions
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(120)]
 SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
@@ -45,9 +46,11 @@ def deterministic() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-def compare(model: Chain, schedule: str, dtype: torch.dtype | None, slow: bool = False) -> None:
+def compare(
+    model: Chain, schedule: str, dtype: torch.dtype | None, slow: bool = False, stream: StreamOptions | None = None
+) -> None:
     reference = copy.deepcopy(model).to("cuda:0")
-    runner = PipelineRunner(model, [0, 1], schedule=schedule)
+    runner = PipelineRunner(model, [0, 1], schedule=schedule, stream=stream)
     try:
         for step in range(3):
             items = [tuple(t.to("cuda:0") for t in item) for item in batches(5, 3, seed=step)]
@@ -71,7 +74,7 @@ def compare(model: Chain, schedule: str, dtype: torch.dtype | None, slow: bool =
             with torch.no_grad():
                 for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                     p -= 0.1 * result.gradients[p]
-                    q -= 0.1 * q.grad
+                    q.copy_(p) if stream is not None else q.sub_(0.1 * q.grad)  # GPUs may fuse what hosts do not
     finally:
         runner.close()
 
@@ -88,6 +91,14 @@ def test_copies_wait_for_slow_kernels_and_on_the_callers_own_streams(schedule: s
     streams = [torch.cuda.Stream(device) for device in (0, 1)]
     with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
         compare(Scattered(), schedule, None, slow=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_streamed_stages_equal_one_gpu(schedule: str, dtype: torch.dtype | None, checkpoint: bool) -> None:
+    stream = StreamOptions(1, chunks="blocks.*", checkpoint=checkpoint, resident_below=0, poison=True)
+    compare(Chain(8), schedule, dtype, slow=True, stream=stream)
 
 
 def test_dropout_is_exact_against_the_sequential_schedule() -> None:
