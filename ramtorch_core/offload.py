@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,12 +14,14 @@ from typing_extensions import Self
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.modules import ForwardWrapper, tensors_in
+from ramtorch_core.engine.out_of_memory import advise_streaming, advising
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.update_places import UpdateSpec, check_updates
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.traces import trace
+from ramtorch_core.tuning import Auto, Wish, known_from, tune_lazily
 
 _ACTIVATIONS = {
     "keep": Activations.KEEP,
@@ -32,9 +35,11 @@ def attach(
     *,
     device: torch.device | str | int = "cuda",
     chunks: ChunkSpec = None,
-    window: int = 2,
-    pin: int | Sequence[int] | Sequence[str] = 0,
+    window: int | Auto = 2,
+    pin: int | Sequence[int] | Sequence[str] | Auto = 0,
     activations: str = "checkpoint",
+    gpu_memory: int | str | None = None,
+    example: Any = None,
     stream_dtype: torch.dtype | str | Mapping[str, torch.dtype] = "auto",
     resident_below: int = 1 << 20,
     training: bool = True,
@@ -56,7 +61,11 @@ def attach(
             modules, a callable `(name, module) -> bool`, or `"leaves"` (every module that owns parameters).
         window: slots on the device, each as large as the largest chunk. With 2 or more, copies overlap compute.
         pin: chunks that stay on the device as ordinary device parameters: a count, spread evenly; indices; or names.
-        activations: `"checkpoint"` recomputes a chunk's activations in backward, `"keep"` keeps them.
+        activations: `"checkpoint"` recomputes a chunk's activations in backward, `"keep"` keeps them. These three may
+            be `"auto"`: the fastest plan that fits is chosen; see `ramtorch_core.tuning`.
+        gpu_memory: that "auto" may plan with: bytes, or as in `"20GB"`. By default what is free.
+        example: one microbatch: a tensor, or a tuple of arguments. With it, "auto" chooses now, by training on it a few
+            times to no effect; else after the first steps of an optimizer.
         stream_dtype: `"auto"` streams float32 weights in autocast's dtype where autocast would cast them anyway, with
             the same bits. A dtype, or a mapping from name patterns to dtypes, overrides that under autocast.
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
@@ -82,17 +91,24 @@ def attach(
         TypeError: `updates` is of another type.
         HostMemoryError: too little host memory; nothing has been allocated.
     """
-    check_options(window, pin, activations, stream_dtype, resident_below, updates)
+    wish = Wish.of(window, pin, activations, gpu_memory)
+    known = wish.first()
+    check_options(known["window"], known["pin"], known["activations"], stream_dtype, resident_below, updates)
+    if wish.open and not training and example is None:
+        raise ConfigurationError("without training no optimizer's steps tell when to choose: pass example=, a batch")
     if any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in module.modules()):
         raise ConfigurationError("this module is streamed already: close() the engine that streams it first")
     found = find_chunks(module, chunks, resident_below=resident_below)
-    return Streamer(
+    if wish.open and example is not None:
+        options = {"chunks": chunks, "resident_below": resident_below, "host_memory": host_memory}
+        known = known_from(module, example, wish, device=device, training=training, **options)
+    streamer = Streamer(
         module,
         found,
         device=Device(device),
-        window=window,
-        resident=choose_resident(pin, [name for name, _ in found]),
-        activations=_ACTIVATIONS[activations],
+        window=known["window"],
+        resident=choose_resident(known["pin"], [name for name, _ in found]),
+        activations=_ACTIVATIONS[known["activations"]],
         dtypes=StreamDtypes(stream_dtype),
         resident_below=resident_below,
         training=training,
@@ -102,6 +118,9 @@ def attach(
         updates=updates,
         poison=poison,
     )
+    if wish.open and example is None:
+        tune_lazily(streamer, wish)
+    return streamer
 
 
 def check_options(
@@ -244,7 +263,7 @@ class OffloadModel(nn.Module):
         private = self._take_device_grads()
         self._streamer.gradients.hold = True
         try:
-            with trace(profile_path), torch.enable_grad():
+            with trace(profile_path), torch.enable_grad(), advising(partial(advise_streaming, self._streamer)):
                 output = self(*x) if isinstance(x, tuple) else self(x)
                 loss = None
                 if loss_fn is not None:

@@ -1,0 +1,334 @@
+"""Chooses knobs that were given as "auto": from steps that run anyway, or from an example, with the simulator.
+
+The first steps run with two slots, nothing pinned, and checkpoints. Visits are timed and activations counted in them;
+then every plan that fits is simulated, the fastest is chosen, and the model is rearranged between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ramtorch_core.engine.calibration import Calibration
+from ramtorch_core.engine.measuring import Measuring
+from ramtorch_core.engine.rates import Rates, known_rates
+from ramtorch_core.engine.rearrange import Knobs, knobs_of, rearrange, why_not_now
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.visits import Activations
+from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.memory.device import Device
+from ramtorch_core.prediction import Optimizer as Where
+from ramtorch_core.prediction import StreamingPlan, calibrate, costs, half_precision, machine
+from ramtorch_core.simulate import Choice, ChunkCost, choose, simulate_streaming
+from ramtorch_core.simulate.choose import WINDOWS, pins
+from ramtorch_core.simulate.costs import resident_chunks
+
+__all__ = ["Auto", "Tuner", "Wish", "bytes_of", "choose_for", "known_from", "tune_lazily"]
+
+log = logging.getLogger(__name__)
+
+Auto: TypeAlias = Literal["auto"]
+
+WARM_UP = 2
+"""Steps before the timed ones: the first lays weights out as they are found to be used."""
+TIMED = 2
+"""Steps of which the medians are taken."""
+USABLE = 0.95
+"""Part of the free memory that is planned with where no gpu_memory is given: allocators need more than tensors take."""
+
+_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
+    """Bytes, from a number of them or, for example, `"24GB"` or `"22.5 GiB"`.
+
+    Raises:
+        ConfigurationError: anything else, or nothing.
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    try:
+        if isinstance(size, str) and found is not None:
+            nbytes = int(float(found[1]) * _UNITS[found[2]])
+        elif isinstance(size, int) and not isinstance(size, bool):
+            nbytes = size
+        else:
+            raise KeyError
+    except (KeyError, ValueError):
+        units = ", ".join(_UNITS)
+        raise ConfigurationError(f"{name}={size!r}: give bytes, or a number of {units}, as in '24GB'") from None
+    if nbytes <= 0:
+        raise ConfigurationError(f"{name}={size!r}: it must be more than 0 bytes")
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Knobs as they were given, some of them "auto".
+
+    Attributes:
+        gpu_memory: bytes that the plan may take of the device; None for what is free.
+    """
+
+    window: int | Auto = 2
+    pin: int | Sequence[int] | Sequence[str] | Auto = 0
+    activations: str = "checkpoint"
+    gpu_memory: int | None = None
+
+    @classmethod
+    def of(cls, window: Any, pin: Any, activations: str, gpu_memory: int | str | None) -> Wish:
+        """From the arguments of `attach`.
+
+        Raises:
+            ConfigurationError: a size that is none, or memory for a plan that is not to be chosen.
+        """
+        nbytes = None if gpu_memory is None else bytes_of(gpu_memory)
+        wish = cls(window=window, pin=pin, activations=activations, gpu_memory=nbytes)
+        if nbytes is not None and not wish.open:
+            raise ConfigurationError(
+                f"gpu_memory={gpu_memory!r} limits what is chosen, and nothing is: pass window='auto', pin='auto' or "
+                f"activations='auto'"
+            )
+        return wish
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anything to choose."""
+        return "auto" in (self.window, self.pin, self.activations)
+
+    def first(self) -> dict[str, Any]:
+        """The knobs with which the first steps run."""
+        return {
+            "window": 2 if self.window == "auto" else self.window,
+            "pin": 0 if self.pin == "auto" else self.pin,
+            "activations": "checkpoint" if self.activations == "auto" else self.activations,
+        }
+
+
+class Tuner:
+    """Measures the first steps of a streamer, then rearranges it; see the module.
+
+    Args:
+        wish: what to choose.
+        rates: of the machine.
+        base: what is not chosen: microbatches, their order, and where updates happen; asked when the time comes.
+        steps_per_update: steps after which the optimizer updates once.
+        changed: called after the streamer was rearranged.
+        say: takes the one message, and whether it is a warning.
+
+    Attributes:
+        choice: what was chosen, once it was.
+        done: nothing more is to come.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        wish: Wish,
+        rates: Rates,
+        *,
+        base: Callable[[], StreamingPlan] = lambda: StreamingPlan(optimizer=Where.OVERLAPPED),
+        steps_per_update: int = 1,
+        changed: Callable[[], None] = lambda: None,
+        say: Callable[[str, bool], None] = lambda message, warns: log.log(30 if warns else 20, message),
+    ) -> None:
+        self._streamer, self._wish, self._rates, self._base = streamer, wish, rates, base
+        self._steps_per_update, self._changed, self._say = steps_per_update, changed, say
+        self._steps = 0
+        self.choice: Choice | None = None
+        self.done = False
+        self._measuring = Measuring(streamer, train=base().train)
+        self._measuring.begin_activations()
+
+    def between_steps(self, optimizers: Iterable[Optimizer] = ()) -> bool:
+        """A step is over and the next one has not begun; returns whether this was the moment of choice.
+
+        Args:
+            optimizers: whose state follows parameters that move.
+        """
+        if self.done:
+            return False
+        self._steps += 1
+        if self._steps == 1:
+            self._measuring.end_activations()
+        if self._steps == WARM_UP:
+            self._measuring.begin_times()
+        self._measuring.end_lap()
+        if self._steps < WARM_UP + TIMED or why_not_now(self._streamer) is not None:
+            return False
+        self._choose(optimizers)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Measure no more. Idempotent."""
+        self.done = True
+        self._measuring.close()
+
+    def _choose(self, optimizers: Iterable[Optimizer]) -> None:
+        streamer, before = self._streamer, knobs_of(self._streamer)
+        calibration = self._measuring.calibration(self._rates)
+        if calibration is None:
+            never = ", ".join(streamer.never_visited()[:5]) or "none streams"
+            self._say(f"{self._keeps(before)}: not every chunk could be measured ({never})", True)
+            return
+        try:
+            choice = self._simulate(calibration, before)
+        except ConfigurationError as error:
+            self._say(f"{self._keeps(before)}: {error}", True)
+            return
+        chunks = [chunk.index for chunk in streamer._inventory.chunk_of.values()]
+        new = _knobs(choice.plan, chunks, before, self._wish)
+        if new != before:
+            try:
+                rearrange(streamer, new, optimizers)
+            except torch.OutOfMemoryError as error:
+                rearrange(streamer, before, optimizers)
+                self._changed()
+                self._say(f"{self._keeps(before)}: {_text(new, self._wish)} found no memory ({error})", True)
+                return
+            self._changed()
+        self.choice = choice
+        self._say(f"{_text(new, self._wish)}: {str(choice).partition(': ')[2]}", False)
+
+    def _simulate(self, calibration: Calibration, before: Knobs) -> Choice:
+        measured = before.activations is Activations.CHECKPOINT
+        return choose_for(
+            calibration,
+            self._wish,
+            self._base(),
+            self._streamer.device,
+            checkpoint=measured,
+            steps_per_update=self._steps_per_update,
+        )
+
+    def _keeps(self, knobs: Knobs) -> str:
+        return f"goes on with {_text(knobs, self._wish)}"
+
+
+def choose_for(
+    calibration: Calibration,
+    wish: Wish,
+    base: StreamingPlan,
+    device: Device,
+    *,
+    checkpoint: bool = True,
+    steps_per_update: int = 1,
+) -> Choice:
+    """The fastest plan with what was wished for; resident chunks are counted among those that were calibrated.
+
+    Args:
+        base: what is not chosen.
+        device: whose free memory is taken where none is given.
+        checkpoint: whether activations were checkpointed in the calibration.
+
+    Raises:
+        ConfigurationError: nothing fits.
+    """
+
+    def priced(measured: Calibration) -> list[ChunkCost]:
+        return [_spread(cost, steps_per_update) for cost in costs(measured, base.microbatches)]
+
+    found, peak, half = priced(calibration), calibration.peak_bytes, half_precision(calibration)
+    before = replace(base, window=calibration.window, pin=0, checkpoint=checkpoint)
+    extra = 0.0 if peak is None else max(0.0, peak - simulate_streaming(found, before).peak_bytes)
+    usable = device.usable_bytes()
+    most = max(6, min(16, 512 // (len(found) * base.microbatches)))  # so that it takes seconds
+    return choose(
+        found,
+        machine(calibration.rates, wish.gpu_memory or (None if usable is None else USABLE * usable)),
+        base=base,
+        extra_bytes=extra,
+        windows=WINDOWS if wish.window == "auto" else (wish.window,),
+        resident=pins(len(found), most) if wish.pin == "auto" else (0,),
+        checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
+        variants={} if half is None else {"precision='bf16-mixed', by half the copies alone,": priced(half)},
+    )
+
+
+def known_from(
+    module: nn.Module, example: Any, wish: Wish, *, device: torch.device | str | int, training: bool, **options: Any
+) -> dict[str, Any]:
+    """Window, pin and activations for `attach`, chosen with an example; the log says which, and why.
+
+    Args:
+        options: of `calibrate`.
+
+    Raises:
+        ConfigurationError: nothing fits.
+    """
+    target = Device(device)
+    kind = target.torch.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    calibration = calibrate(module, example, device=device, autocast=autocast, **options)
+    base = StreamingPlan(optimizer=Where.OVERLAPPED if training else Where.NONE, train=training)
+    choice = choose_for(calibration, wish, base, target)
+    log.info("%s", choice)
+    names = [chunk.name for chunk in calibration.chunks]
+    chosen = {
+        "window": choice.plan.window,
+        "pin": [names[position] for position in sorted(resident_chunks(choice.plan.pin, len(names)))],
+        "activations": "checkpoint" if choice.plan.checkpoint else "keep",
+    }
+    return {name: chosen[name] if getattr(wish, name) == "auto" else given for name, given in wish.first().items()}
+
+
+def tune_lazily(streamer: Streamer, wish: Wish) -> None:
+    """Choose after some steps of an optimizer; each of them counts as the end of a step of the model."""
+    streamer.tuning = Tuner(streamer, wish, known_rates(streamer.device))
+    optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    reference = weakref.ref(streamer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        owner = reference()
+        if owner is None:
+            return
+        mine = {id(parameter) for parameter in owner.root.parameters()}
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        optimizers.add(optimizer)
+        if isinstance(owner.tuning, Tuner) and not owner.closed:
+            owner.updates.wait()
+            owner.tuning.between_steps(optimizers)
+            if owner.tuning.done:
+                handle.remove()
+
+    handle = register_optimizer_step_post_hook(after)
+    weakref.finalize(streamer, handle.remove)
+
+
+def _knobs(plan: StreamingPlan, chunks: Sequence[int], before: Knobs, wish: Wish) -> Knobs:
+    """What the plan means for the streamer: `chunks` are the indices of those that stream now."""
+    pinned = frozenset(chunks[position] for position in resident_chunks(plan.pin, len(chunks)))
+    return Knobs(
+        window=plan.window if wish.window == "auto" else before.window,
+        resident=before.resident | pinned,
+        activations=Activations.CHECKPOINT if plan.checkpoint else Activations.KEEP,
+    )
+
+
+def _text(knobs: Knobs, wish: Wish) -> str:
+    """The knobs as they can be given."""
+    pin: Any = wish.pin
+    if pin == "auto":
+        first = knobs.resident == frozenset(range(len(knobs.resident)))
+        pin = f"range({len(knobs.resident)})" if first and knobs.resident else sorted(knobs.resident) or 0
+    return f"window={knobs.window}, pin={pin}, activations={knobs.activations.value}"
+
+
+def _spread(cost: ChunkCost, steps: int) -> ChunkCost:
+    """The cost per step where an update comes after so many of them."""
+    return replace(
+        cost,
+        update=cost.update / steps,
+        device_update=cost.device_update / steps,
+        update_bytes=cost.update_bytes / steps,
+    )
