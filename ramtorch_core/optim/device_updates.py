@@ -19,7 +19,7 @@ from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.memory.homes import Homes
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, finish
 from ramtorch_core.memory.weights import Weight
-from ramtorch_core.optim.pieces import Route, Row, Slice, check_piece_bytes, cut, fused_options
+from ramtorch_core.optim.pieces import Route, Row, Slice, cut, fused_options
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, is_decoupled
 from ramtorch_core.optim.updater import GroupUpdate, Updater, note_update
 
@@ -61,30 +61,21 @@ class DeviceUpdater(Updater):
     what is not is moved, by value, before its first use, and so again when other state has been loaded. The results are
     those of torch's fused Adam and AdamW on the device, bit for bit.
 
-    Pieces that are on their way, `pieces` at the most, are ordered by events. A piece is not sent while a copy of
+    Pieces that are on their way are ordered by events. A piece is not sent while a copy of
     weights is under way that a visit needs, so that this one has the bus for itself.
 
     Args:
         transfer: the end of the copy of weights that is under way now; None if there is none.
-        piece_bytes: of each tensor of a piece; a multiple of 256.
-        pieces: how many are on their way at a time.
 
-    Raises:
-        ValueError: `piece_bytes` is no multiple of 256.
+    Attributes:
+        piece_bytes: of each tensor of a piece; a multiple of 256. To be changed before the first update.
+        pieces: how many may be on their way at a time; likewise.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        transfer: Callable[[], Event | None],
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        pieces: int = PIECES,
-    ) -> None:
+    def __init__(self, device: Device, transfer: Callable[[], Event | None]) -> None:
         super().__init__(1, device.ranges, name="ramtorch-device-updater")
-        check_piece_bytes(piece_bytes)
+        self.piece_bytes, self.pieces = PIECE_BYTES, PIECES
         self._device, self._transfer = device, transfer
-        self._piece_bytes, self._count = piece_bytes, pieces
         self._homes = Homes(device)
         self._stream = device.stream()
         self._route: Route | None = None
@@ -124,7 +115,7 @@ class DeviceUpdater(Updater):
         with torch.no_grad(), torch.inference_mode(False):
             pieces = self._pieces_of(chosen)
             if self._route is None:
-                self._route = Route(self._device, 4, self._piece_bytes, self._count)
+                self._route = Route(self._device, 4, self.piece_bytes, self.pieces)
             route, shown = self._route, None
             self._device.wait(chosen.group.copied, route.outward)  # until then a copy reads the shadows
             self._device.wait(chosen.arrived, self._stream)
@@ -175,7 +166,7 @@ class DeviceUpdater(Updater):
         return [
             _Piece(slices, options[key], decoupled)
             for (key, decoupled), some in rows.items()
-            for slices in cut(some, self._piece_bytes)
+            for slices in cut(some, self.piece_bytes)
         ]
 
     def _row(self, each: WeightUpdate) -> Row:
