@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WHY_HOST = "updates on the device are for Adam and AdamW of torch, in float32"
+
 
 class Updates:
     """Steps streamed weights while backward goes on, on the host or, with their state, through the device.
@@ -68,6 +70,7 @@ class Updates:
         self._both = (self.updater, self.on_device)
         self._places = HOST
         self._rates: Rates | None = None
+        self._fell_back = False
         self._norms = Norms()
         self._staging: dict[WeightGroup | None, Staging] = {}
         self._recipes: dict[nn.Parameter, Recipe] | None = None
@@ -176,6 +179,9 @@ class Updates:
             if all(updates_on_device(recipes[weight.parameter], weight) for weight in chosen):
                 self._update_on_device(group, chosen, recipes)
                 return
+            if not self._fell_back:
+                self._fell_back = True
+                log.warning("chunk '%s' is updated on the host: %s", group.name, WHY_HOST)
         if added:
             self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
             arrived = self._device.record(self._gradients.stream)
