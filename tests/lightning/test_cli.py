@@ -116,8 +116,11 @@ def test_devices_come_from_the_strategy_or_the_trainer() -> None:
     [
         ["offload", "resident_below=0", "chunks=[layers.*]", "pin=[layers.1]", "activations=keep"],
         ["offload", "resident_below=0", "chunks=leaves", "gradients=published", "kernel=torch"],
+        ["offload", "resident_below=0", "updates=0.5"],
+        ["offload", "resident_below=0", "chunks=[layers.*]", "updates=[layers.1]"],
         ["offload", "resident_below=0", "stream_dtype=torch.float32", "host_memory=10000000"],
         ["pipeline", "devices=[cpu,cpu]", "schedule=gpipe", "stages=[layers.3]", "evaluate=whole"],
+        ["pipeline", "devices=[cpu,cpu]", "window=2", "pin=[layers.1]", "chunks=[layers.*]", "activations=keep"],
         ["pipeline", "devices=[cpu,cpu]", "device_weights=[2,1]", "balance=memory", "n_microbatches=2"],
     ],
     ids=lambda arguments: " ".join(arguments),
@@ -139,6 +142,8 @@ WRONG = [
     ("offload", "n_microbatches=0", "at least 1 is needed"),
     ("offload", "gradients=none", "'auto', 'published'"),
     ("offload", "kernel=triton", "'auto', 'torch'"),
+    ("offload", "updates=gpu", "'host', 'auto'"),
+    ("offload", "updates=2", "between 0 and 1"),
     ("offload", "stream_dtype=half", "Literal['auto'], <class 'torch.dtype'>"),
     ("offload", "resident_below=-1", "use 0 to stream everything"),
     ("offload", "host_memory=lots", "int"),
@@ -148,6 +153,7 @@ WRONG = [
     ("pipeline", "balance=time", "'parameters', 'memory'"),
     ("pipeline", "device_weights=fast", "list[float]"),
     ("pipeline", "n_microbatches=none", "int"),
+    ("pipeline", "window=0", "at least 1 slot is needed"),
     ("pipeline", "evaluate=never", "'pipelined', 'whole'"),
 ]
 
