@@ -7,8 +7,9 @@
 Systems: `single` (one GPU, gradient accumulation), `torch` (torch.distributed.pipelining's 1F1B, two processes), and
 ours, in one process: `gpipe`, `1f1b`, `eager_1f1b`, `zb_h1`, `interleaved`, `zbv` (the bare engine), `trainer`
 (PipelineStrategy with 1f1b through the Trainer) and `trainer_zb_h1`. `1f1b_streamed` (and so on) keeps the weights in
-RAM; compare it with `--no-learn`, forward and backward alone, since its optimizer steps on the host. Each prints one JSON object: the median step of
-those after the warm-up, peak bytes per GPU, and losses. Ratios are to be taken within one run.
+RAM; compare it with `--no-learn`, forward and backward alone, since its optimizer steps on the host. Each prints one
+JSON object: the median step of those after the warm-up, peak bytes per GPU, and losses. Ratios are to be taken within
+one run.
 """
 
 from __future__ import annotations

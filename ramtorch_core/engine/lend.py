@@ -78,6 +78,11 @@ class _Lend(torch.autograd.Function):
         return (None, *returned)
 
 
+def is_lent(tensor: Tensor) -> bool:
+    """Whether a Lend node made the tensor: it stands for a weight."""
+    return isinstance(tensor.grad_fn, _Lend._backward_cls)  # type: ignore[attr-defined]
+
+
 def _somebody_looks(master: nn.Parameter, grad: Tensor, node: Any) -> bool:
     """Whether autograd itself must see this gradient, as a tensor on the master's device.
 

@@ -71,11 +71,12 @@ def assert_exact(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("resident_below", [0, 100])
 def test_every_schedule_trains_the_same(
-    streamed: Make, schedule: str, checkpoint: bool, dtype: torch.dtype | None
+    streamed: Make, schedule: str, checkpoint: bool, dtype: torch.dtype | None, resident_below: int
 ) -> None:
     model = Chain(8)
-    runner = streamed(model, schedule, checkpoint=checkpoint)
+    runner = streamed(model, schedule, checkpoint=checkpoint, resident_below=resident_below)
     assert_exact(model, runner, dtype=dtype)
     assert sum(streamer.window.copied_bytes for streamer in runner.streamed.streamers) > 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ramtorch_core.engine.lend import is_lent
 from ramtorch_core.engine.pipeline.crossing import Crossing, Cut
 from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.links import Links, Parcel
@@ -128,7 +129,9 @@ class Microbatch:
         if node is not None:  # a recompute in the backward numbers its nodes anew, and meets the cuts of its forward
             if self.in_backward:
                 return id(tensor) in self._arrivals[self.stage]
-            return self.stage > 0 and node._sequence_nr() < self.low  # a graph from before the step is stage 0's
+            if node._sequence_nr() >= self.low or self.stage == 0:  # a graph from before the step is stage 0's
+                return False
+            return not is_lent(tensor)  # copies that stay on a streamed stage's device were lent before the step
         return self.homes.get(id(tensor), self.stage) != self.stage or self.may_defer(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
