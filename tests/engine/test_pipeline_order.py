@@ -81,7 +81,7 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def train(runner: PipelineRunner, model: Any, step: int = 0, **options: Any) -> Any:
-    inputs = batches(2, seed=step)
+    inputs = [tuple(tensor.to(runner.root_device) for tensor in item) for item in batches(2, seed=step)]
     return runner.train(model.training_step, inputs, lambda loss, m: (loss / 2, None), step=step, **options)
 
 
