@@ -1,6 +1,5 @@
 """Which chunks are updated on the device: shares, names, measured rates, and how that is shown."""
 
-import dataclasses
 from typing import Any
 
 import pytest
