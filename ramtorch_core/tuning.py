@@ -28,11 +28,11 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.prediction import Optimizer as Where
 from ramtorch_core.prediction import StreamingPlan, calibrate, costs, half_precision, machine
-from ramtorch_core.simulate import Choice, ChunkCost, choose, simulate_streaming
+from ramtorch_core.simulate import Choice, ChunkCost, Order, choose, simulate_streaming
 from ramtorch_core.simulate.choose import WINDOWS, pins
 from ramtorch_core.simulate.costs import resident_chunks
 
-__all__ = ["Auto", "Tuner", "Wish", "bytes_of", "choose_for", "known_from", "tune_lazily"]
+__all__ = ["Auto", "Order", "Tuner", "Wish", "bytes_of", "choose_for", "known_from", "tune_lazily"]
 
 log = logging.getLogger(__name__)
 

@@ -67,12 +67,17 @@ class MicrobatchedStrategy(HostStrategy):
         with logs.active():
             if skips_backward(trainer):
                 outputs = runner.evaluate(step, list(enumerate(inputs)), step=number)
-                result = StepResult(outputs, {})
+                result, taken = StepResult(outputs, {}), False
             else:
                 accumulate = not (first or watched)
                 result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
+                taken = self._takes_gradients()
         logs.replay()
-        return publishing(result, share, sizes, watched)
+        return publishing(result, share, sizes, watched, taken=taken)
+
+    def _takes_gradients(self) -> bool:
+        """Whether gradients of the last backward were taken for updates while it went on."""
+        return False
 
     def _loss_scale(self) -> Tensor | None:
         scaler = getattr(self.precision_plugin, "scaler", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
+from ramtorch_core.advice import advise
 from ramtorch_core.offload import check_options
+from ramtorch_core.tuning import Auto, Wish
 from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
@@ -24,7 +26,7 @@ from ramtorch_lightning._lightning import (
     rank_zero_warn,
 )
 from ramtorch_lightning.chunks import chunk_spec, warn_of_unused_chunks
-from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
+from ramtorch_lightning.microbatches import SplitFn
 from ramtorch_lightning.overlap import StepPath
 from ramtorch_lightning.refusals import (
     allow_clipping,
@@ -33,10 +35,12 @@ from ramtorch_lightning.refusals import (
     check_single_process,
     devices_were_automatic,
 )
+from ramtorch_lightning.tuning import BatchTuner
+from ramtorch_lightning.waiting import WaitingStrategy
 from ramtorch_lightning.writers import keep_average_on_host, may_write_every_batch
 
 
-class OffloadStrategy(MicrobatchedStrategy):
+class OffloadStrategy(WaitingStrategy):
     """Train and run a model larger than the GPU's memory: weights stay in RAM and stream through a small window.
 
     Results are those of the same model held on the device, bit for bit, with the same optimizer on the host. The
@@ -50,7 +54,9 @@ class OffloadStrategy(MicrobatchedStrategy):
             blocks and large modules are found. Names or globs, module types, a callable `(name, module) -> bool`, or
             "leaves": every module that owns parameters.
         activations: "checkpoint" recomputes a chunk's activations in backward, "keep" keeps them; "recompute" is
-            another name of "checkpoint".
+            another name of "checkpoint". If window, pin or activations are "auto", the first batches run with 2, 0 and
+            "checkpoint" and are measured; then the fastest plan that fits is chosen between two steps, and logged.
+        gpu_memory: that "auto" may plan with: bytes, or as in "20GB". By default what is free.
         n_microbatches: into how many parts `training_step` gets each batch; fewer for smaller batches. All of them go
             through a chunk before the next one, so weights cross once per pass. Results are those of
             `accumulate_grad_batches` with batches of that size, but for random operations, which draw other numbers.
@@ -81,10 +87,11 @@ class OffloadStrategy(MicrobatchedStrategy):
 
     def __init__(
         self,
-        window: int = 2,
-        pin: int | list[int] | list[str] = 0,
+        window: int | Auto = 2,
+        pin: int | list[int] | list[str] | Auto = 0,
         chunks: ChunkSpec = None,
-        activations: Literal["checkpoint", "keep", "recompute"] = "checkpoint",
+        activations: Literal["checkpoint", "keep", "recompute", "auto"] = "checkpoint",
+        gpu_memory: int | str | None = None,
         n_microbatches: int = 1,
         gradients: Literal["auto", "published"] = "auto",
         kernel: Literal["auto", "torch"] = "auto",
@@ -105,7 +112,9 @@ class OffloadStrategy(MicrobatchedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        check_options(window, pin, activations, stream_dtype, resident_below, updates)
+        self._wish = Wish.of(window, pin, activations, gpu_memory)
+        first = self._wish.first()
+        check_options(first["window"], first["pin"], first["activations"], stream_dtype, resident_below, updates)
         if gradients not in ("auto", "published"):
             raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
         self._configure_microbatches(n_microbatches, split_fn)
@@ -113,9 +122,7 @@ class OffloadStrategy(MicrobatchedStrategy):
         self._gradients = gradients
         self._chunks = chunks
         self._options: dict[str, Any] = {
-            "window": window,
-            "pin": pin,
-            "activations": activations,
+            **first,
             "kernel": kernel,
             "updates": updates,
             "stream_dtype": stream_dtype,
@@ -128,6 +135,7 @@ class OffloadStrategy(MicrobatchedStrategy):
         self._logged_table = ""
         self._path: StepPath | None = None
         self._runner: MicrobatchRunner | None = None
+        self._tuner: BatchTuner | None = None
 
     @property
     def streamer(self) -> Streamer:
@@ -194,6 +202,11 @@ class OffloadStrategy(MicrobatchedStrategy):
             self._path = path
             if self._microbatches > 1:
                 self._runner = MicrobatchRunner(self.streamer, path.begin_backward, path.end_backward)
+        if self._wish.open:
+            recut = self._runner.cut_anew if self._runner is not None else lambda: None
+            count, optimizers = self._microbatches, self.optimizers
+            parts = self._path, optimizers, count, recut, self.root_device
+            self._tuner = BatchTuner(self.streamer, self._wish, trainer, *parts)
 
     @override
     def model_to_device(self) -> None:
@@ -235,11 +248,12 @@ class OffloadStrategy(MicrobatchedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._streamer is not None:
+            advise(exception, self._streamer)
             self._streamer.abandon()
 
     def _detach(self) -> None:
-        parts = self._runner, self._path, self._streamer
-        self._runner = self._path = self._streamer = None
+        parts = self._tuner, self._runner, self._path, self._streamer
+        self._tuner = self._runner = self._path = self._streamer = None
         for part in parts:
             if part is not None:
                 part.close()
@@ -247,7 +261,7 @@ class OffloadStrategy(MicrobatchedStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_streamer"] = state["_path"] = state["_runner"] = None
+        state["_streamer"] = state["_path"] = state["_runner"] = state["_tuner"] = None
         return state
 
     # ------------------------------------------------------------------ steps
@@ -277,6 +291,8 @@ class OffloadStrategy(MicrobatchedStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
     def _evaluate(self, name: str, context: AbstractContextManager[None], args: Any, kwargs: Any) -> Any:
+        if self._tuner is not None and not self._training:
+            self._tuner.batch_begins(0)
         with context, self._scope():
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
@@ -309,37 +325,5 @@ class OffloadStrategy(MicrobatchedStrategy):
             self._invalidate()
         if self._steps == 2 and self._streamer is not None:
             warn_of_unused_chunks(self._streamer)
-
-    def _wait(self) -> None:
-        if self._streamer is not None:
-            self._streamer.updates.wait()
-
-    def _invalidate(self) -> None:
-        self._wait()
-        if self._streamer is not None:
-            self._streamer.invalidate()
-
-    # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
-    on_train_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _invalidate
-
-    # ------------------------------------------------------------------ state
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._wait()
-        return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._wait()
-        return super().optimizer_state(optimizer)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._wait()
-        super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._wait()
-        super().load_optimizer_state_dict(checkpoint)
+        if self._tuner is not None:
+            self._tuner.batch_begins(batch_idx)

@@ -68,8 +68,12 @@ class _Publish(torch.autograd.Function):
         return None, None, None
 
 
-def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: bool) -> Any:
-    """What `training_step` returns for the whole batch, with a loss that publishes the gradients in its backward."""
+def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: bool, *, taken: bool = False) -> Any:
+    """What `training_step` returns for the whole batch, with a loss that publishes the gradients in its backward.
+
+    Args:
+        taken: gradients were taken for updates already, so that there may be none to publish.
+    """
     outputs = result.outputs
     present = [m for m, output in enumerate(outputs) if loss_of(output) is not None]
     if not present:
@@ -86,7 +90,7 @@ def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: 
             else:
                 parameter.grad = parameter.grad + gradient
 
-    if result.gradients:
+    if result.gradients or taken:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         loss = _Publish.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     if not isinstance(outputs[present[0]], Mapping):

@@ -82,7 +82,13 @@ class Measuring:
             for group, chunk in streamer._inventory.chunk_of.items()
         )
         outside = statistics.median(lap.outside for lap in self.laps)
-        return Calibration(rates, measured, outside, len(streamer.window.slots), streamer.device.peak_bytes())
+        return Calibration(
+            rates=rates,
+            chunks=measured,
+            outside=outside,
+            window=len(streamer.window.slots),
+            peak_bytes=streamer.device.peak_bytes(),
+        )
 
     def close(self) -> None:
         """Leave the streamer alone. Idempotent."""

@@ -45,6 +45,8 @@ class MicrobatchRunner:
     ) -> None:
         self._streamer, self._begin_updates, self._end_updates = streamer, begin_updates, end_updates
         self._executor: Executor | None = None
+        self._known: list[str] = []  # names of chunks in the order in which they are called
+        self._apart = False  # one microbatch runs after the other
 
     def train(
         self,
@@ -73,7 +75,7 @@ class MicrobatchRunner:
     ) -> StepResult:
         first, executor = self._executor is None, self._executor
         if executor is None:
-            executor = self._executor = self._cut(self._order())
+            executor = self._executor = self._cut(() if self._apart else self._order())
         buffers = [(buffer, buffer.clone()) for buffer in self._streamer.root.buffers()] if first else []
         stages = executor.stages.count
         if stages == 1:
@@ -98,6 +100,11 @@ class MicrobatchRunner:
         """The outputs of `function` for all microbatches, one after the other, without backward."""
         with self._streamer.scope():
             return [function(data) for data in inputs]
+
+    def cut_anew(self) -> None:
+        """Other chunks stream than before; between two steps."""
+        self._apart |= self._executor is not None and self._executor.stages.count == 1
+        self.close()
 
     def close(self) -> None:
         """Remove the hooks and end the threads. Idempotent."""
@@ -135,6 +142,9 @@ class MicrobatchRunner:
         order = order_of_chunks(streamer.last_itinerary)
         if order is not None and len(order) == len(chunks):
             chunks = [chunks[index] for index in order]
+            self._known = [chunk.name for chunk in chunks]
+        elif self._known:
+            chunks.sort(key=lambda chunk: self._known.index(chunk.name) if chunk.name in self._known else chunk.index)
         return [(chunk.name, chunk.module) for chunk in chunks[1:]]
 
     def _cut(self, entries: Sequence[tuple[str, nn.Module]]) -> Executor:

@@ -49,6 +49,10 @@ def compare(build: Any = Classifier, *, streaming: dict[str, Any] | None = None,
     return found
 
 
+def test_a_model_all_of_whose_gradients_are_taken_for_updates_trains() -> None:
+    compare(streaming={"chunks": "leaves"})
+
+
 @EVERY_PRECISION
 @pytest.mark.parametrize("gradients", ["auto", "published"])
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
