@@ -79,20 +79,24 @@ def test_a_name_or_a_class_takes_arguments(name: str, form: int, tmp_path: Path)
     assert found(command_line(f"--config={config}", f"{STRATEGY}.{argument}=5")) == (name, 5)
 
 
-@either
-def test_a_class_with_arguments_needs_no_import_of_the_package(name: str) -> None:
-    code = f"""
+def test_a_class_with_arguments_needs_no_import_of_the_package() -> None:
+    code = """
 import sys
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-arguments = ["--trainer.strategy=ramtorch_lightning.{CLASS[name]}", "--trainer.strategy.{ARGUMENT[name]}=3",
-    "--trainer.accelerator=cpu", "--trainer.logger=false"]
+
+def build(name, argument):
+    given = [f"--trainer.strategy=ramtorch_lightning.{name}", f"--trainer.strategy.{argument}=3"]
+    given += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=given)
+    print(type(cli.trainer.strategy).__name__)
+
 assert "ramtorch_lightning" not in sys.modules
-cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=arguments)
-print(type(cli.trainer.strategy).__name__)
+build("PipelineStrategy", "n_microbatches")
+build("OffloadStrategy", "window")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.stdout.strip() == CLASS[name], done.stderr
+    assert done.stdout.split() == ["PipelineStrategy", "OffloadStrategy"], done.stderr
 
 
 @either
@@ -102,6 +106,14 @@ def test_a_configuration_that_was_saved_can_be_read_again(name: str, tmp_path: P
         cli = command_line(f"{STRATEGY}={given}", f"{STRATEGY}.{ARGUMENT[name]}=3")
         config.write_text(cli.parser.dump(cli.config))
         assert found(command_line(f"--config={config}")) == (name, 3)
+
+
+def test_knobs_may_be_left_to_be_chosen() -> None:
+    given = [f"{STRATEGY}.{argument}=auto" for argument in ("window", "pin", "activations", "updates")]
+    strategy = command_line(f"{STRATEGY}=offload", *given, f"{STRATEGY}.gpu_memory=20GB").trainer.strategy
+    assert isinstance(strategy, OffloadStrategy)
+    assert strategy._wish.open
+    assert strategy._wish.gpu_memory == 20_000_000_000
 
 
 def test_devices_come_from_the_strategy_or_the_trainer() -> None:
@@ -147,6 +159,7 @@ WRONG = [
     ("offload", "stream_dtype=half", "Literal['auto'], <class 'torch.dtype'>"),
     ("offload", "resident_below=-1", "use 0 to stream everything"),
     ("offload", "host_memory=lots", "int"),
+    ("offload", "gpu_memory=20GB", "pass window='auto', pin='auto' or activations='auto'"),
     ("pipeline", "schedule=2f2b", "staggered_1b1f"),
     ("pipeline", "devices=2", "list[int], list[str]"),
     ("pipeline", "devices=[mps:0]", "use 'cpu' or 'cuda:<index>'"),
