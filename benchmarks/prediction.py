@@ -1,25 +1,29 @@
 """Predicted against measured: seconds per step and peak memory of many plans, from one calibration.
 
-    python benchmarks/prediction.py [--output predictions.json]     # under three minutes on an H200
+    python benchmarks/prediction.py [--output predictions.json]     # a minute on an H200
+    python benchmarks/prediction.py --quick                         # one window only
     python benchmarks/prediction.py --windows 2 --pins 0 --microbatches 1
 
-The reference stack, small enough that a plan takes a few seconds, is calibrated once and then trained for some steps
-under each plan: every window, resident chunks, activation policy and number of microbatches, with AdamW overlapped on
-the host. With two devices, pipelines of resident stages follow, each schedule without an optimizer. Prints a table, and
-one JSON object at the end.
+The reference stack, small enough that a plan takes a second, is calibrated once and then trained for some steps under
+each plan: every window, resident chunks, activation policy and number of microbatches, with AdamW overlapped on the
+host. Steps follow each other without waiting, so updates run on into the next step, as in the simulator. With two
+devices, pipelines of resident stages follow, each schedule without an optimizer. Prints a table, and one JSON object at
+the end; its rows also tell how long the parts of a step took, as the engine's own ranges show them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +37,14 @@ from ramtorch_core.prediction import (
     Calibration,
     Optimizer,
     PipelinePlan,
+    Prediction,
     StreamingPlan,
     calibrate,
     predict,
     predict_pipeline,
 )
 
-WARM_UP = 3
+WARM_UP = 2
 DTYPE = torch.bfloat16
 
 
@@ -48,21 +53,30 @@ def synchronize() -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(step: Callable[[], object], finish: Callable[[], object], steps: int) -> float:
-    """Seconds per step, of `steps` that follow each other without waiting in between."""
+def timed(step: Callable[[], object], steps: int) -> float:
+    """Seconds per step, of `steps` that follow others, and each other, without waiting in between."""
     for _ in range(WARM_UP):
         step()
-    finish()
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    finish()
     return (time.perf_counter() - start) / steps
 
 
-def measure(model: nn.Module, plan: StreamingPlan, options: argparse.Namespace) -> tuple[float, float | None]:
-    """Seconds per step, and bytes at the peak, of a streamed run of `plan`."""
-    device, count = options.device, plan.microbatches
+@dataclasses.dataclass
+class Measured:
+    """Of one plan: seconds per step, bytes at the peak, and seconds of one step by kind of range."""
+
+    seconds: float
+    peak: int | None
+    parts: dict[str, float]
+
+
+def measure(
+    model: nn.Module, plans: Sequence[StreamingPlan], options: argparse.Namespace
+) -> Iterator[tuple[StreamingPlan, Measured]]:
+    """Streamed runs of plans that differ in their microbatches only."""
+    device, plan = options.device, plans[0]
     streamer = attach(
         model,
         device=device,
@@ -78,7 +92,7 @@ def measure(model: nn.Module, plan: StreamingPlan, options: argparse.Namespace) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     x, y = tokens(options.batch, options.seq, device)
 
-    def step() -> None:
+    def step(count: int) -> None:
         for number in range(count):
             with torch.autocast(torch.device(device).type, DTYPE), streamer.scope():
                 loss = loss_function(model(x), y) / count
@@ -94,46 +108,75 @@ def measure(model: nn.Module, plan: StreamingPlan, options: argparse.Namespace) 
 
     on_gpu = torch.device(device).type == "cuda"
     try:
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        seconds = timed(step, finish, options.steps)
-        return seconds, torch.cuda.max_memory_allocated() if on_gpu else None
+        for each in plans:
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            once = partial(step, each.microbatches)
+            seconds = timed(once, max(2, options.steps // each.microbatches))
+            peak = torch.cuda.max_memory_allocated() if on_gpu else None
+            yield each, Measured(seconds, peak, parts(streamer, once, finish))
     finally:
         streamer.close()
         for parameter in model.parameters():
             parameter.grad = None
 
 
+def parts(streamer: Any, step: Callable[[], object], finish: Callable[[], object]) -> dict[str, float]:
+    """Seconds that the ranges of each kind take in a step, added up."""
+    finish()
+    listener = streamer.device.ranges.listen()
+    try:
+        step()
+        finish()
+        found: dict[str, float] = defaultdict(float)
+        for each in listener.collect():
+            found[each.kind.value] += each.seconds
+        return dict(found)
+    finally:
+        listener.close()
+
+
 def streamed(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     half = len(calibration.chunks) // 2
-    for activations, microbatches, pin, window in itertools.product(
-        options.activations, options.microbatches, options.pins, options.windows
-    ):
-        plan = StreamingPlan(
-            window=window,
-            pin=0 if pin == "0" else half,
-            checkpoint=activations == "checkpoint",
-            microbatches=microbatches,
-            optimizer=Optimizer.OVERLAPPED,
-        )
-        prediction = predict(calibration, plan)
-        seconds, peak = measure(model, plan, options)
+    for activations, pin, window in itertools.product(options.activations, options.pins, options.windows):
+        plans = [
+            StreamingPlan(
+                window=window,
+                pin=0 if pin == "0" else half,
+                checkpoint=activations == "checkpoint",
+                microbatches=microbatches,
+                optimizer=Optimizer.OVERLAPPED,
+            )
+            for microbatches in options.microbatches
+        ]
+        for plan, measured in measure(model, plans, options):
+            prediction = predict(calibration, plan)
+            rows.append(
+                {
+                    "plan": f"window={window} pin={plan.pin} {activations} x{plan.microbatches}",
+                    "predicted": prediction.seconds,
+                    "measured": measured.seconds,
+                    "error": prediction.seconds / measured.seconds - 1,
+                    "predicted_peak": prediction.peak_bytes,
+                    "measured_peak": measured.peak,
+                    "peak_error": None if measured.peak is None else prediction.peak_bytes / measured.peak - 1,
+                    "stall": prediction.result.stall,
+                    "parts": measured.parts,
+                    "predicted_parts": predicted_parts(prediction),
+                }
+            )
+            show(rows[-1])
         gc.collect()
-        rows.append(
-            {
-                "plan": f"window={window} pin={plan.pin} {activations} x{microbatches}",
-                "predicted": prediction.seconds,
-                "measured": seconds,
-                "error": prediction.seconds / seconds - 1,
-                "predicted_peak": prediction.peak_bytes,
-                "measured_peak": peak,
-                "peak_error": None if peak is None else prediction.peak_bytes / peak - 1,
-                "stall": prediction.result.stall,
-            }
-        )
-        show(rows[-1])
     return rows
+
+
+def predicted_parts(prediction: Prediction) -> dict[str, float]:
+    """The same as `parts`, simulated."""
+    found: dict[str, float] = defaultdict(float)
+    for span in prediction.result.timeline.spans:
+        found[span.kind.name.lower()] += span.end - span.start
+    return dict(found)
 
 
 def link_seconds(nbytes: int, devices: Sequence[str]) -> float:
@@ -174,7 +217,7 @@ def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Name
                 runner.train(function, items, lambda loss, _: (loss / len(items), None))
             synchronize()
 
-        seconds = timed(step, synchronize, options.steps)
+        seconds = timed(step, max(2, options.steps // 2))
         runner.close()
         rows.append(
             {
@@ -211,7 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"  chunk {chunk.name}: forward {1e3 * chunk.forward:.2f} ms, backward {1e3 * chunk.backward:.2f} ms, "
             f"{chunk.weight_bytes / 1e6:.0f} MB of weights, {chunk.kept_bytes / 1e6:.0f} MB of activations"
         )
-    print(f"  outside of them {1e3 * calibration.outside:.2f} ms; {calibration.rates}")
+    print(
+        f"  outside of them {1e3 * calibration.outside:.2f} ms; the host issues a forward in "
+        f"{1e3 * calibration.issue_forward:.2f} ms, a backward in {1e3 * calibration.issue_backward:.2f} ms, the rest "
+        f"in {1e3 * calibration.issue_outside:.2f} ms; {calibration.rates}"
+    )
     print(f"{'plan':<34} {'predicted':>9} {'measured':>9} {'error':>8} {'GB pred.':>8} {'GB':>8} {'error':>8}")
     rows = streamed(model, calibration, options)
     if options.pipeline_devices:
@@ -221,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "arguments": vars(options),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "calibration": asdict(calibration),
+        "calibration": dataclasses.asdict(calibration),
         "rows": rows,
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
@@ -242,7 +289,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4, help="sequences of one microbatch")
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps per plan")
+    parser.add_argument("--steps", type=int, default=6, help="timed microbatches per plan, at least two steps")
     parser.add_argument("--windows", type=int, nargs="*", default=[1, 2, 3, 4])
     parser.add_argument("--pins", nargs="*", choices=["0", "half"], default=["0", "half"])
     parser.add_argument("--activations", nargs="*", choices=["keep", "checkpoint"], default=["keep", "checkpoint"])
@@ -254,7 +301,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resident-below", type=int, default=1 << 20, help="bytes of tensors that do not stream")
     parser.add_argument("--host-memory", type=int, default=None, help="bytes of RAM that may be used")
     parser.add_argument("--output", default=None, help="file for the JSON object")
-    return parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="a window of 2 only")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.windows = [2]
+    return options
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ramtorch_core.simulate import (
     ChunkCost,
     Machine,
     Optimizer,
+    Order,
     PipelinePlan,
     PipelineResult,
     StreamingPlan,
@@ -38,6 +39,7 @@ __all__ = [
     "ChunkMeasure",
     "Machine",
     "Optimizer",
+    "Order",
     "PipelinePlan",
     "Prediction",
     "Rates",
@@ -144,17 +146,28 @@ def machine(rates: Rates, gpu_bytes: float | None = None) -> Machine:
     )
 
 
-def costs(calibration: Calibration, microbatches: int = 1, rates: Rates | None = None) -> list[ChunkCost]:
+def costs(
+    calibration: Calibration,
+    microbatches: int = 1,
+    rates: Rates | None = None,
+    optimizer: Optimizer = Optimizer.OVERLAPPED,
+) -> list[ChunkCost]:
     """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
 
-    Compute in no chunk counts as part of the last chunk's backward.
+    What is in no chunk counts as part of the last chunk's backward.
 
     Args:
         rates: of another machine with the same device.
+        optimizer: as of the plan. Gradients that are published cross in the master's dtype, and shadows of masters
+            that the optimizer itself steps are cast again; updates take gradients as backward leaves them.
     """
     rates = rates or calibration.rates
-    found = [_cost(chunk, rates, microbatches) for chunk in calibration.chunks]
-    found[-1] = replace(found[-1], backward=found[-1].backward + calibration.outside)
+    found = [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
+    found[-1] = replace(
+        found[-1],
+        backward=found[-1].backward + calibration.outside,
+        issue_backward=found[-1].issue_backward + calibration.issue_outside,
+    )
     return found
 
 
@@ -185,7 +198,8 @@ def half_precision(calibration: Calibration) -> Calibration | None:
 
 def predict(calibration: Calibration, plan: StreamingPlan, on: Machine | None = None) -> Prediction:
     """Simulate `plan`, by default on the calibrated machine."""
-    result = simulate_streaming(costs(calibration, plan.microbatches), plan, on or machine(calibration.rates))
+    found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    result = simulate_streaming(found, plan, on or machine(calibration.rates))
     return Prediction(result.seconds, result.peak_bytes + extra_bytes(calibration), result)
 
 
@@ -198,7 +212,8 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
     Raises:
         ConfigurationError: nothing fits.
     """
-    found = costs(calibration, 1 if base is None else base.microbatches)
+    base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+    found = costs(calibration, base.microbatches, optimizer=base.optimizer)
     return choose(found, on or machine(calibration.rates), base=base, extra_bytes=extra_bytes(calibration))
 
 
@@ -223,17 +238,26 @@ def predict_pipeline(
     return simulate_pipeline(schedule, stages, plan or PipelinePlan(), machine(calibration.rates))
 
 
-def _cost(chunk: ChunkMeasure, rates: Rates, microbatches: int) -> ChunkCost:
+def _cost(
+    calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, optimizer: Optimizer
+) -> ChunkCost:
     width = chunk.master_bytes / max(1, chunk.parameters)
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
-    gradient_bytes = chunk.gradient_bytes if microbatches == 1 else summed
+    published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
+    gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
     shadow_bytes = chunk.weight_bytes if chunk.weight_bytes < chunk.master_bytes else 0
+    cast_bytes = chunk.master_bytes if published and shadow_bytes else 0  # read once more
+    update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + cast_bytes
+    as_measured = update_bytes - cast_bytes - gradient_bytes + chunk.gradient_bytes
     return ChunkCost(
         forward=chunk.forward,
         backward=chunk.backward,
+        issue_forward=calibration.issue_forward,
+        issue_backward=calibration.issue_backward,
         transfer=chunk.weight_bytes / rates.h2d,
         gradient=gradient_bytes / rates.d2h,
-        update=chunk.trained * rates.host_update,
+        accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
+        update=chunk.trained * rates.host_update * (update_bytes / as_measured if as_measured else 1.0),
         device_update=chunk.trained * rates.device_update,
         state_in=(summed + chunk.trained * STATE_BYTES) / rates.h2d,
         state_out=(summed + chunk.trained * STATE_BYTES + chunk.weight_bytes) / rates.d2h,
@@ -241,7 +265,7 @@ def _cost(chunk: ChunkMeasure, rates: Rates, microbatches: int) -> ChunkCost:
         master_bytes=chunk.master_bytes,
         gradient_bytes=gradient_bytes,
         state_bytes=chunk.trained * STATE_BYTES,
-        update_bytes=chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes,
+        update_bytes=update_bytes,
         kept_bytes=chunk.kept_bytes,
         boundary_bytes=chunk.boundary_bytes,
     )

@@ -41,6 +41,32 @@ def test_gradients_of_several_microbatches_cross_in_the_masters_dtype() -> None:
     assert costs(CALIBRATION, 4)[0].gradient == 8.0
 
 
+def test_gradients_that_are_published_cross_in_the_masters_dtype_and_shadows_are_cast_again() -> None:
+    taken, published = (costs(CALIBRATION, optimizer=o)[0] for o in (Optimizer.JOINED, Optimizer.PUBLISHED))
+    assert (taken.gradient_bytes, published.gradient_bytes) == (20, 40)
+    assert published.update_bytes == taken.update_bytes + 20 + 40  # the wider gradient, and the master read once more
+    assert published.update == pytest.approx(taken.update * published.update_bytes / taken.update_bytes)
+    plans = [StreamingPlan(optimizer=o, staging=None) for o in (Optimizer.PUBLISHED, Optimizer.JOINED)]
+    assert predict(CALIBRATION, plans[0]).seconds > predict(CALIBRATION, plans[1]).seconds
+
+
+def test_the_hosts_time_between_visits_counts_once_per_microbatch() -> None:
+    slow = replace(CALIBRATION, issue_forward=3.0, issue_backward=4.0, issue_outside=5.0)
+    first, _, last = costs(slow)
+    assert (first.issue_forward, first.issue_backward, last.issue_backward) == (3.0, 4.0, 9.0)
+    plan = StreamingPlan(window=3, checkpoint=False)
+    assert predict(slow, plan).seconds > predict(CALIBRATION, plan).seconds
+    assert predict(slow, plan).seconds >= 3 * (3.0 + 4.0) + 5.0
+
+
+def test_a_measured_rate_of_adding_gradients_replaces_twice_their_copy() -> None:
+    known = replace(CALIBRATION, rates=replace(RATES, accumulated=2.0))
+    assert costs(known, 2)[0].accumulate == 40 / 2.0
+    assert costs(CALIBRATION, 2)[0].accumulate == 0
+    plan = StreamingPlan(microbatches=2)
+    assert predict(known, plan).seconds > predict(CALIBRATION, plan).seconds
+
+
 def test_what_the_measured_peak_has_beyond_the_plan_is_added_to_every_prediction() -> None:
     plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     bare = predict(CALIBRATION, plan).peak_bytes

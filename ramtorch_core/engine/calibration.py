@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
-from ramtorch_core.engine.laps import Lap, compute_of, read_waits, within
+from ramtorch_core.engine.laps import compute_of
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.timed_passes import time_passes
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import Kind
 from ramtorch_core.memory.weights import WeightGroup
-from ramtorch_core.plan.itinerary import Visit
 
 WARM_UP = 2
 """Steps: the first one lays weights out as they are found to be used."""
@@ -57,6 +56,9 @@ class Calibration:
         outside: seconds per microbatch of compute in no chunk: the loss, and what does not stream.
         window: slots with which it was measured; every chunk was checkpointed, none resident.
         peak_bytes: the most device memory that tensors took then; None for the CPU.
+        issue_forward, issue_backward: seconds that the host takes to issue the compute of one visit, backward without
+            recomputing; 0 where that is not known, or the host computes itself.
+        issue_outside: seconds per microbatch that the host takes between visits.
     """
 
     rates: Rates
@@ -64,6 +66,9 @@ class Calibration:
     outside: float
     window: int
     peak_bytes: int | None
+    issue_forward: float = 0.0
+    issue_backward: float = 0.0
+    issue_outside: float = 0.0
 
 
 def calibrate_chunks(
@@ -80,6 +85,8 @@ def calibrate_chunks(
     autocast: torch.dtype | None = None,
 ) -> Calibration:
     """Run `step` a few times with `root` streamed, checkpointed, and with gradients that nobody uses.
+
+    The steps that are timed copy and update nothing, and the host is ahead of the device in them; see `timed_passes`.
 
     Weights keep their values and `.grad` what it holds; random numbers are drawn and buffers change as in training.
 
@@ -113,41 +120,32 @@ def calibrate_chunks(
         footprints = footprints_of(run)
         run.train()  # leads from what that looked like back to training
         device.forget_peak()
-        laps = [_time(run) for _ in range(steps)]
+        run.train()
+        device.synchronize()
         peak = device.peak_bytes()
+        passes = time_passes(run, steps)
+        laps = [each.lap for each in passes]
         groups = streamer.groups
         measured = tuple(
             describe(group, footprint, *compute_of(group, laps, recomputed=True))
             for group, footprint in zip(groups, footprints[1:], strict=True)
         )
-        return Calibration(rates, measured, statistics.median(lap.outside for lap in laps), window, peak)
+        forward = statistics.median(each.issue_forward for each in passes)
+        backward = statistics.median(each.issue_backward for each in passes)
+        return Calibration(
+            rates,
+            measured,
+            statistics.median(lap.outside for lap in laps),
+            window,
+            peak,
+            issue_forward=forward,
+            issue_backward=max(0.0, backward - forward),
+            issue_outside=statistics.median(each.issue_outside for each in passes),
+        )
     finally:
         streamer.close()
         for parameter, grad in held.items():
             parameter.grad = grad
-
-
-def _time(run: Run) -> Lap:
-    device = run.streamer.device
-    device.synchronize()
-    listener = device.ranges.listen()
-    try:
-        start = device.mark()
-        run.train()
-        end = device.mark()
-        device.synchronize()
-        ended = listener.collect()
-    finally:
-        listener.close()
-    lap = Lap()
-    waits = read_waits(ended, asynchronous=device.asynchronous)
-    for visit in (each for each in ended if each.kind is Kind.VISIT):
-        waited = sum(wait.seconds for wait in waits if within(wait, visit))
-        assert isinstance(visit.what, Visit)
-        lap.visits[visit.what] += max(0.0, visit.seconds - waited)
-    waited = sum(wait.seconds for wait in waits)
-    lap.outside = max(0.0, end.seconds_since(start) - waited - sum(lap.visits.values()))
-    return lap
 
 
 def describe(group: WeightGroup, footprint: Footprint, forward: float, backward: float) -> ChunkMeasure:

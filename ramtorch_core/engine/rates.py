@@ -13,19 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.device import Device, Stream
+from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import Arena
+from ramtorch_core.memory.ranges import Mark
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim.compiled import adam_kernel
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, update
 from ramtorch_core.optim.updater import processors
 
 REPEATS = 5
+WARM_SECONDS = 0.3
 COPIES = 4
+LOADED_COPIES = 16
 COPY_BYTES = 256 << 20
-PARAMETERS = 1 << 25
+PARAMETERS = 1 << 26
+FACTOR = 4096
+VERSION = 2
+"""Of what is measured, and how: rates that were written by another one are not used."""
 UPDATE_BYTES = 28
 """Host memory traffic per parameter of AdamW besides the shadow: four values are read, three of them written."""
 
@@ -37,10 +44,13 @@ class Rates:
     Attributes:
         h2d, d2h: bytes per second from page-locked host memory to the device and back, one way at a time.
         both_ways: bytes per second when both are busy, added up.
-        host_memory: bytes per second that the host's memory reads and writes, all together.
+        host_memory: bytes per second that the host's memory reads and writes, all together; at least what updates and
+            copies move while they go on at once.
         host_update: seconds per parameter of AdamW on the host, in the engine's kernel, with a bfloat16 shadow.
         device_update: the same on the device, by torch's fused AdamW.
         device_bytes: memory of the device; None for the CPU.
+        accumulated: bytes per second of a float32 sum in host memory to which gradients are added, piece by piece on
+            the device; None if that is not known.
     """
 
     h2d: float
@@ -50,20 +60,24 @@ class Rates:
     host_update: float
     device_update: float
     device_bytes: int | None
+    accumulated: float | None = None
 
 
 def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: int = PARAMETERS) -> Rates:
     """Measure now; takes a few seconds, and `24 * parameters` and `2 * copy_bytes` bytes of host memory."""
-    h2d, d2h, both_ways = _copy_rates(device, copy_bytes)
-    host_update = _host_update(device, parameters)
+    copies, probe = _Copies(device, copy_bytes), _Probe(device, parameters)
+    h2d, d2h, both_ways = copies.rates()
+    host_update = _median_seconds(probe.update, Device("cpu")) / parameters
+    loaded = probe.loaded_memory(copies, copy_bytes) if device.asynchronous else 0.0
     return Rates(
         h2d=h2d,
         d2h=d2h,
         both_ways=both_ways,
-        host_memory=max(_host_memory(copy_bytes), UPDATE_BYTES / host_update),
+        host_memory=max(loaded, _host_memory(copy_bytes), UPDATE_BYTES / host_update),
         host_update=host_update,
         device_update=_device_update(device, parameters),
         device_bytes=device.total_bytes(),
+        accumulated=probe.accumulated(),
     )
 
 
@@ -73,10 +87,11 @@ def known_rates(device: Device, *, anew: bool = False, file: Path | None = None)
     Args:
         anew: measure in any case.
         file: by default `machines.json` in the user's cache folder. Entries are told apart by the names of the device
-            and the host, the number of processors, and torch's version.
+            and the host, the number of processors, torch's version, and `VERSION`.
     """
     file = file or cache_file()
-    key = " | ".join([device.name(), platform.node(), f"{processors()} processors", f"torch {torch.__version__}"])
+    names = [device.name(), platform.node(), f"{processors()} processors", f"torch {torch.__version__}"]
+    key = " | ".join([*names, f"rates {VERSION}"])
     known = _read(file)
     if not anew and key in known:
         try:
@@ -113,58 +128,111 @@ def _write(file: Path, content: dict[str, object]) -> None:
 
 
 def _median_seconds(work: Callable[[], object], device: Device) -> float:
-    """Of REPEATS runs, after one to warm up."""
-    laps = []
-    for _ in range(REPEATS + 1):
+    """Of at least REPEATS runs, after some to warm up: clocks rise, and memory comes to where it is used."""
+    laps: list[float] = []
+    begun = time.perf_counter()
+    while len(laps) <= 2 * REPEATS and (len(laps) <= REPEATS or time.perf_counter() - begun < WARM_SECONDS):
         device.synchronize()
         start = time.perf_counter()
         work()
         device.synchronize()
         laps.append(time.perf_counter() - start)
-    return max(statistics.median(laps[1:]), 1e-9)
+    return max(statistics.median(laps[-REPEATS:]), 1e-9)
 
 
-def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float]:
-    hosts = [Arena(nbytes, device) for _ in range(2)]
-    buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(2)]
-    streams = [device.stream() for _ in range(2)]
+class _Copies:
+    """Page-locked copies, each way on a stream of its own."""
 
-    def inward() -> None:
-        with device.on(streams[0]):
-            for _ in range(COPIES):
-                buffers[0].copy_(hosts[0].flat, non_blocking=True)
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._hosts = [Arena(nbytes, device) for _ in range(2)]
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(2)]
+        self.streams = [device.stream() for _ in range(2)]
 
-    def outward() -> None:
-        with device.on(streams[1]):
-            for _ in range(COPIES):
-                hosts[1].flat.copy_(buffers[1], non_blocking=True)
+    def inward(self, count: int = COPIES) -> tuple[Mark, Mark]:
+        """Begin some to the device. Returns the moments when they begin and end."""
+        return self._issue(self.streams[0], self._buffers[0], self._hosts[0].flat, count)
 
-    def both() -> None:
-        inward()
-        outward()
+    def outward(self, count: int = COPIES) -> tuple[Mark, Mark]:
+        """The same to the host."""
+        return self._issue(self.streams[1], self._hosts[1].flat, self._buffers[1], count)
 
-    one_way = [COPIES * nbytes / _median_seconds(work, device) for work in (inward, outward)]
-    return one_way[0], one_way[1], 2 * COPIES * nbytes / _median_seconds(both, device)
+    def both(self) -> None:
+        """Begin some each way."""
+        self.inward()
+        self.outward()
+
+    def rates(self) -> tuple[float, float, float]:
+        """Bytes per second in, out, and both ways at once, added up."""
+        moved = COPIES * self._nbytes
+        one_way = [moved / _median_seconds(work, self._device) for work in (self.inward, self.outward)]
+        return one_way[0], one_way[1], 2 * moved / _median_seconds(self.both, self._device)
+
+    def _issue(self, stream: Stream | None, target: Tensor, source: Tensor, count: int) -> tuple[Mark, Mark]:
+        with self._device.on(stream):
+            begun = self._device.mark()
+            for _ in range(count):
+                target.copy_(source, non_blocking=True)
+            return begun, self._device.mark()
+
+
+class _Probe:
+    """A weight in the engine's own code: a master with its shadow in an arena, and a gradient as it arrives."""
+
+    def __init__(self, device: Device, parameters: int) -> None:
+        self._device, self._parameters = device, parameters
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.full((parameters,), 0.1))
+        weight = Weight("weight", module.weight, ((module, "weight"),))
+        self._group = WeightGroup(0, "probe", [weight], sampled=False)
+        self._group.build([torch.bfloat16], device)
+        self._gradient = Arena(2 * parameters, device).flat.view(torch.bfloat16).fill_(0.1)
+        recipe = Recipe(torch.optim.AdamW(module.parameters(), lr=1e-3))
+        self._updates = [WeightUpdate(weight, self._gradient, recipe)]
+        self._kernel, self._threads = adam_kernel(), max(1, processors() - 1)
+
+    def update(self) -> None:
+        """One step of it on the host."""
+        update(self._updates, scale=1.0, kernel=self._kernel, threads=self._threads)
+
+    def loaded_memory(self, copies: _Copies, nbytes: int) -> float:
+        """Bytes per second of host memory while updates and copies both ways, of `nbytes` each, go on at once."""
+        self._device.synchronize()
+        ways = [copies.inward(LOADED_COPIES), copies.outward(LOADED_COPIES)]
+        laps = []
+        while not all(end.query() for _, end in ways):
+            start = time.perf_counter()
+            self.update()
+            laps.append(time.perf_counter() - start)
+        moved = sum(LOADED_COPIES * nbytes / end.seconds_since(begun) for begun, end in ways)
+        return moved + UPDATE_BYTES * self._parameters / statistics.median(laps) if laps else 0.0
+
+    def accumulated(self) -> float:
+        """Bytes per second of a sum in the master's dtype to which gradients are added, while the device computes."""
+        device = self._device
+        gradients, grad = Gradients(device), self._gradient.to(device.torch)
+        factor = torch.ones(FACTOR, FACTOR, dtype=torch.bfloat16, device=device.torch)
+        product = torch.empty_like(factor)
+        laps = []
+        for _ in range(REPEATS + 2):  # the first one finds nothing to add to
+            with device.on(gradients.stream):
+                begun = device.mark()
+            gradients.receive(self._group, [grad])
+            with device.on(gradients.stream):
+                end = device.mark()
+            while device.asynchronous and not end.query():
+                torch.mm(factor, factor, out=product)
+                torch.mm(factor, factor, out=product)
+                device.record().synchronize()
+            gradients.finish()
+            laps.append(end.seconds_since(begun))
+        gradients.release()
+        return 4 * self._parameters / max(statistics.median(laps[2:]), 1e-9)
 
 
 def _host_memory(nbytes: int) -> float:
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     return 2 * nbytes / _median_seconds(lambda: target.copy_(source), Device("cpu"))
-
-
-def _host_update(device: Device, parameters: int) -> float:
-    """In the engine's own code: a master with its shadow in an arena, and a gradient as it arrives."""
-    probe = nn.Module()
-    probe.weight = nn.Parameter(torch.full((parameters,), 0.1))
-    weight = Weight("weight", probe.weight, ((probe, "weight"),))
-    group = WeightGroup(0, "probe", [weight], sampled=False)
-    group.build([torch.bfloat16], device)
-    gradient = Arena(2 * parameters, device).flat.view(torch.bfloat16).fill_(0.1)
-    recipe = Recipe(torch.optim.AdamW(probe.parameters(), lr=1e-3))
-    updates, kernel = [WeightUpdate(weight, gradient, recipe)], adam_kernel()
-    threads = max(1, processors() - 1)
-    seconds = _median_seconds(lambda: update(updates, scale=1.0, kernel=kernel, threads=threads), Device("cpu"))
-    return seconds / parameters
 
 
 def _device_update(device: Device, parameters: int) -> float:

@@ -20,6 +20,7 @@ COLOURS = {
     Kind.STATE: "#F0E442",
     Kind.UPDATE: "#D55E00",
     Kind.SEND: "#999999",
+    Kind.ISSUE: "#DDDDDD",
 }
 NAMES = {
     Kind.FORWARD: "F, forward",
@@ -31,6 +32,7 @@ NAMES = {
     Kind.STATE: "s, optimizer state",
     Kind.UPDATE: "u, optimizer update",
     Kind.SEND: "send to another GPU",
+    Kind.ISSUE: "i, the host issues a visit",
 }
 DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE})
 MARKS = {Cause.STALL: "~", Cause.BUBBLE: "."}

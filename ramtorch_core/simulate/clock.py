@@ -3,7 +3,7 @@
 A resource does one task at a time. It takes them in the order in which they were added, as a stream does, unless it was
 declared `free`: then it takes, of those that are ready, the one with the least key. A capacity is what tasks of several
 resources share while they run together (the bandwidth of the host's memory): when they want more than there is, all of
-them slow down in proportion.
+them slow down in proportion. What one capacity slows down wants less of the others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Kind(Enum):
     STATE = "s"
     UPDATE = "u"
     SEND = ">"
+    ISSUE = "i"
     JOIN = "."
 
 
@@ -209,13 +210,21 @@ class _Run:
 
     def _share(self) -> None:
         """Set the speed of every active task from now on."""
-        wanted = dict.fromkeys(self.work.capacities, 0.0)
-        for number in self.active:
-            for name, rate in self.work.tasks[number].uses:
-                wanted[name] += rate
-        share = {name: min(1.0, self.work.capacities[name] / total) if total else 1.0 for name, total in wanted.items()}
+        speeds = dict.fromkeys(self.active, 1.0)
+        for _ in self.work.capacities:
+            wanted = dict.fromkeys(self.work.capacities, 0.0)
+            for number, speed in speeds.items():
+                for name, rate in self.work.tasks[number].uses:
+                    wanted[name] += rate * speed
+            scarcest = max(wanted, key=lambda name: wanted[name] / self.work.capacities[name])
+            share = self.work.capacities[scarcest] / wanted[scarcest] if wanted[scarcest] else 1.0
+            if share >= 1:
+                break
+            for number in speeds:
+                if any(name == scarcest for name, _ in self.work.tasks[number].uses):
+                    speeds[number] *= share
         for number, entry in self.active.items():
-            speed = min((share[name] for name, _ in self.work.tasks[number].uses), default=1.0)
+            speed = speeds[number]
             if speed != entry[2]:
                 left = max(0.0, entry[0] - (self.now - entry[1]) * entry[2])
                 entry[:] = [left, self.now, speed, self.now + left / speed]

@@ -19,8 +19,10 @@ class ChunkCost:
 
     Attributes:
         forward, backward: seconds of compute per microbatch; backward without the recompute of a checkpoint.
+        issue_forward, issue_backward: seconds that the host takes to issue that compute, likewise.
         transfer: seconds to copy its weights into a slot.
         gradient: seconds to copy its gradient to the host.
+        accumulate: seconds to add it to the sum on the host, on the device and back; 0 for twice `gradient`.
         update: seconds of the optimizer on the host.
         device_update: seconds of the optimizer on the GPU.
         state_in, state_out: seconds to bring optimizer state to the GPU and back, for an update there.
@@ -35,8 +37,11 @@ class ChunkCost:
 
     forward: float
     backward: float
+    issue_forward: float = 0.0
+    issue_backward: float = 0.0
     transfer: float = 0.0
     gradient: float = 0.0
+    accumulate: float = 0.0
     update: float = 0.0
     device_update: float = 0.0
     state_in: float = 0.0

@@ -2,8 +2,8 @@
 
 The rules are those of the engine (`engine/follow.py`, `memory/window.py`, `memory/gradients.py`): transfers run in the
 order of the plan, each after the visit that ends its slot's former use; a visit waits for its transfer; compute waits
-before the gradients of more than `GRADIENTS_IN_FLIGHT` chunks would be on their way. The host, which only issues work,
-takes no time.
+before the gradients of more than `GRADIENTS_IN_FLIGHT` chunks would be on their way. The host issues one visit after
+the other: the device can begin what has been issued so far, and ends no visit before it is issued to its end.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Lane:
 
     Attributes:
         compute, h2d, d2h: names of the streams.
+        issuing: name of the host's thread that issues the visits.
         bus: the capacity that its copies in both directions share.
         memory: place of the bytes that come and go; `weight_bytes` are there at any time.
         updated: chunk -> the task that last wrote its master.
@@ -49,7 +50,8 @@ class Lane:
             raise ConfigurationError(f"window={window}: at least 1 slot is needed; 2 let copies overlap compute")
         prefix = f"{name} " if name else ""
         self.compute, self.h2d, self.d2h = (f"{prefix}{stream}" for stream in ("compute", "H2D", "D2H"))
-        work.order += [self.compute, self.h2d, self.d2h]
+        self.issuing = f"{prefix}issuing"
+        work.order += [self.issuing, self.compute, self.h2d, self.d2h]
         self.memory, self._place, self.bus = f"{prefix}bytes", f"{prefix}chunks", f"{prefix}{BOTH_WAYS}"
         self.work, self.chunks, self.resident = work, chunks, resident
         streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
@@ -62,6 +64,8 @@ class Lane:
         self._freed: dict[int, int] = {}  # slot -> the last visit that used it
         self._moving: deque[int] = deque()
         self._gates: list[int] = []  # what must have ended before compute goes on
+        self._rooms: list[int] = []  # and before the host does
+        self._issued: int | None = None  # the last visit, on the host's side
         self.begin(())
 
     def begin(self, itinerary: Iterable[Visit], since: int | None = None) -> None:
@@ -75,10 +79,37 @@ class Lane:
         self.transfers += len(plan.transfers)
 
     def visit(
-        self, chunk: int, direction: Direction, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()
+        self,
+        chunk: int,
+        direction: Direction,
+        kind: Kind,
+        seconds: float,
+        label: str,
+        after: Iterable[int | None] = (),
+        *,
+        issue: float = 0.0,
     ) -> int:
-        """The next visit: `seconds` of compute with the chunk's weights. Returns its task."""
+        """The next visit: `seconds` of compute with the chunk's weights. Returns its task.
+
+        Args:
+            issue: seconds that the host takes to issue it.
+        """
         needs = [*after, self._since]
+        if issue:
+            waits = [self._issued, self._since, *self._rooms]
+            if chunk not in self.resident:
+                waits.append(self.updated.get(chunk))
+            needs.append(self.work.join(waits))
+            self._rooms = []
+            self._issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, issue, waits)
+        task = self._compute(chunk, direction, kind, seconds, label, needs)
+        if issue:
+            self.work.add(self.compute, "", Kind.ISSUE, 0.0, [self._issued])
+        return task
+
+    def _compute(
+        self, chunk: int, direction: Direction, kind: Kind, seconds: float, label: str, needs: list[int | None]
+    ) -> int:
         if chunk in self.resident:
             return self.step(kind, seconds, label, needs)
         position = len(self._visits)
@@ -98,18 +129,21 @@ class Lane:
         gates, self._gates = self._gates, []
         return self.work.add(self.compute, label, kind, seconds, [*after, *gates])
 
-    def send_gradient(self, chunk: int, visit: int, *, times: int = 1, room: int | None = None) -> int:
+    def send_gradient(self, chunk: int, visit: int, *, add: bool = False, room: int | None = None) -> int:
         """Move the gradient that `visit` produced to the host. Returns the task.
 
         Args:
-            times: 2 to add it to what is there.
+            add: to what is there.
             room: the task that makes room for it; until then, the host issues nothing else.
         """
         cost = self.chunks[chunk]
-        uses = traffic(cost.gradient_bytes, cost.gradient, HOST_MEMORY, self.bus)
-        task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, cost.gradient * times, [visit, room], uses)
+        seconds = (cost.accumulate or 2 * cost.gradient) if add else cost.gradient
+        uses = traffic(cost.gradient_bytes * (1 + add), seconds, HOST_MEMORY, self.bus)
+        needs = [visit, room, self._issued]
+        task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)
         if room is not None:
             self._gates.append(room)
+            self._rooms.append(room)
         self._moving.append(task)
         if len(self._moving) > GRADIENTS_IN_FLIGHT:
             self._gates.append(self._moving.popleft())

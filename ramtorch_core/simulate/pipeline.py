@@ -235,7 +235,7 @@ class _Walk:
         self._left[device, chunk] += 1
         count = self._left[device, chunk]
         if not stays or count == self.schedule.microbatches:
-            sent = lane.send_gradient(chunk, task, times=1 if stays or count == 1 else 2)
+            sent = lane.send_gradient(chunk, task, add=not stays and count > 1)
             lane.hold(cost.gradient_bytes, since, sent)
 
     def _send(self, op: Op, device: int) -> None:

@@ -104,7 +104,7 @@ class Steps:
             chunks[i].gradient_bytes * plan.train + chunks[i].state_bytes * updated for i in resident
         )
         self.first: list[int] = []
-        self._last: dict[int, int] = {}  # step -> its last visit
+        self._last: dict[int, int] = {}  # step -> the end of its last backward: every gradient has arrived
         self._update: dict[int, tuple[int, int]] = {}  # update on the host -> step and chunk
         self._since: int | None = None  # when the host went on
 
@@ -130,20 +130,23 @@ class Steps:
             if plan.train and plan.optimizer is not Optimizer.GPU:
                 self._since = self.work.join([self._latest, *self._arrived.values()])
         self.first.append(self._forwards[0, 0])
-        self._last[self._number] = self._latest
+        self._last[self._number] = self._latest if self._since is None else self._since
         if plan.train and plan.optimizer is not Optimizer.NONE:
             self._optimize()
 
     def _forward(self, chunk: int, m: int) -> None:
-        seconds, label = self.chunks[chunk].forward, self._label("F", chunk, m)
-        self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label)
+        cost, label = self.chunks[chunk], self._label("F", chunk, m)
+        self._latest = self.lane.visit(
+            chunk, Direction.FORWARD, Kind.FORWARD, cost.forward, label, issue=cost.issue_forward
+        )
         self._forwards[chunk, m] = self._latest
 
     def _backward(self, chunk: int, m: int) -> None:
         cost, plan, before = self.chunks[chunk], self.plan, self._latest
         seconds = cost.backward + cost.forward * plan.checkpoint
         label = self._label("B", chunk, m)
-        visit = self._latest = self.lane.visit(chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, label)
+        issue = cost.issue_backward + cost.issue_forward * plan.checkpoint
+        visit = self._latest = self.lane.visit(chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, label, issue=issue)
         self.lane.hold(cost.boundary_bytes if plan.checkpoint else cost.kept_bytes, self._forwards[chunk, m], visit)
         if plan.checkpoint:
             self.lane.hold(cost.kept_bytes, visit, visit)
@@ -164,11 +167,11 @@ class Steps:
             self._gpu_updates.append((chunk, visit, before))
         elif last or not stays:
             overlaps = last and plan.optimizer in (Optimizer.JOINED, Optimizer.OVERLAPPED)
+            add = bool(m and not stays)
             room = None
-            if overlaps and plan.staging is not None and len(self._overlapping) >= plan.staging:
-                room = self._overlapping[-plan.staging]
-            times = 2 if m and not stays else 1
-            arrived = self._arrived[chunk] = self.lane.send_gradient(chunk, visit, times=times, room=room)
+            if overlaps and not add and plan.staging is not None and len(self._overlapping) >= plan.staging:
+                room = self._overlapping[-plan.staging]  # a sum on the host needs no buffer besides
+            arrived = self._arrived[chunk] = self.lane.send_gradient(chunk, visit, add=add, room=room)
             self.lane.hold(cost.gradient_bytes, since, arrived)
             if overlaps:
                 self._overlapping.append(self._update_on_host(chunk, arrived))

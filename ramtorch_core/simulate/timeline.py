@@ -103,6 +103,7 @@ REASONS = {
     Kind.STATE: "for optimizer state",
     Kind.UPDATE: "for an update",
     Kind.SEND: "for another stage",
+    Kind.ISSUE: "for the host to issue it",
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import Tensor, nn
 from ramtorch_core import ConfigurationError
 from ramtorch_core.engine import calibration, rates
 from ramtorch_core.engine.calibration import calibrate_chunks
+from ramtorch_core.engine.chunks import find_chunks
+from ramtorch_core.engine.footprints import Run
 from ramtorch_core.engine.rates import Rates, known_rates, measure_rates
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.timed_passes import FIRST, _issuing, time_passes
 from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
+from ramtorch_core.plan.itinerary import Direction
 
 RATES = Rates(1e9, 1e9, 1.5e9, 4e9, 1e-9, 1e-10, None)
 CPU = Device("cpu")
@@ -84,12 +91,44 @@ def test_waits_inside_of_a_visit_are_no_compute(monkeypatch: pytest.MonkeyPatch)
     device = Device("cpu")
     monkeypatch.setattr(device.ranges, "_mark", Tick)
     monkeypatch.setattr(device, "mark", Tick)
+
+    class Waiting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with device.ranges.span(Kind.STALL, FOR_UPDATE):
+                return super().forward(x)
+
+    model = nn.Sequential(Waiting(4, 4), Waiting(4, 4))
+    x = torch.ones(2, 4)
+    found = calibrate_chunks(model, lambda: model(x).mean(), device, RATES, chunks="*", resident_below=0)
+    # A visit looks at its begin and its end, and so does the wait inside: three seconds in all, and one does not count.
+    assert [chunk.forward for chunk in found.chunks] == [2.0, 2.0]
+    assert [chunk.backward for chunk in found.chunks] == [0.0, 0.0]  # the recompute's, without which nothing is left
+    assert (found.issue_forward, found.issue_backward, found.issue_outside) == (0.0, 0.0, 0.0)  # the host computes
+
+
+def test_what_is_timed_copies_and_updates_nothing() -> None:
     model = stack(2)
-    found = calibrate_chunks(model, lambda: model(data()).mean(), device, RATES, chunks="blocks.*", resident_below=0)
-    # A visit looks at its begin and its end. In a backward so does the copy of the gradient, three seconds in all; one
-    # of them does not count, since a CPU computes nothing meanwhile, and one is the recompute's.
-    assert [chunk.forward for chunk in found.chunks] == [1.0, 1.0]
-    assert [chunk.backward for chunk in found.chunks] == [1.0, 1.0]
+    streamer = Streamer(model, find_chunks(model, "blocks.*", resident_below=0), device=CPU, resident_below=0)
+    run = Run(streamer, lambda: model(data()).mean(), None)
+    run.train()
+    copied, updated = streamer.gradients.copied_bytes, streamer.updates.updater.updated
+    found = time_passes(run, 2)
+    assert len(found) == 2
+    assert (streamer.gradients.copied_bytes, streamer.updates.updater.updated) == (copied, updated)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert streamer.conservative
+    run.train()
+    assert streamer.updates.updater.updated == updated + 2
+    streamer.close()
+
+
+def test_the_hosts_time_per_visit_is_that_of_the_first_visits() -> None:
+    forward, backward = Direction.FORWARD, Direction.BACKWARD
+    ends = [(forward, 12.0), (forward, 13.0), (forward, 14.0), (backward, 20.0), (backward, 22.0), (backward, 24.0)]
+    assert _issuing(ends, 10.0) == (1.0, 2.0, (2.0 - 1.0) + (6.0 - 2.0))
+    late = [(forward, float(n)) for n in range(1, FIRST + 2)] + [(forward, 1000.0 * n) for n in range(1, 40)]
+    assert _issuing(late, 0.0)[0] == 1.0
+    assert _issuing([(forward, 3.0)], 1.0) == (2.0, 0.0, 0.0)
 
 
 def test_autocast_halves_what_crosses() -> None:
@@ -125,6 +164,20 @@ def test_rates_of_the_host_are_positive() -> None:
     for value in (found.h2d, found.d2h, found.both_ways, found.host_memory, found.host_update, found.device_update):
         assert value > 0
     assert found.device_bytes is None
+    assert found.accumulated is not None
+    assert found.accumulated > 0
+
+
+def test_rates_that_an_earlier_version_measured_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+    file = tmp_path / "machines.json"
+    known_rates(CPU, file=file)
+    monkeypatch.setattr(rates, "VERSION", rates.VERSION + 1)
+    anew = replace(RATES, h2d=7.0)
+    monkeypatch.setattr(rates, "measure_rates", lambda device: anew)
+    assert known_rates(CPU, file=file) == anew
 
 
 def test_rates_are_measured_once_per_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,14 @@ def test_tasks_that_want_more_than_a_capacity_slow_down_in_proportion() -> None:
     assert work.run().end == pytest.approx((2.0, 2.0 + 2.0 * 12 / 10))
 
 
+def test_what_one_capacity_slows_down_wants_less_of_the_others() -> None:
+    work = Work({"memory": 3.0, "bus": 1.0})
+    for copy in ("in", "out"):
+        work.add(copy, copy, Kind.TRANSFER, 1.0, uses={"memory": 1.0, "bus": 1.0})
+    work.add("host", "u", Kind.UPDATE, 1.0, uses={"memory": 2.0})
+    assert work.run().end == (2.0, 2.0, 1.0)  # the copies take 1 of the memory, not 2
+
+
 def test_an_unknown_capacity_limits_nothing() -> None:
     work = Work()
     work.add("copy", "t", Kind.TRANSFER, 1.0, uses={"memory": 8.0})

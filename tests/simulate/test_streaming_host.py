@@ -1,0 +1,115 @@
+"""Streaming, simulated: the host, which issues visits, adds gradients up and updates; and the reference work."""
+
+from dataclasses import replace
+
+import pytest
+
+from ramtorch_core.simulate import (
+    ChunkCost,
+    Machine,
+    Optimizer,
+    Order,
+    Recipe,
+    StreamingPlan,
+    StreamingResult,
+    chunk_cost,
+    simulate_streaming,
+)
+
+
+def starts(result: StreamingResult, resource: str) -> dict[str, float]:
+    return {span.label: span.start for span in result.timeline.spans if span.resource == resource}
+
+
+def test_a_device_that_is_faster_than_the_host_waits_for_it() -> None:
+    chunk = ChunkCost(forward=1, backward=1, issue_forward=3, issue_backward=5)
+    plan = StreamingPlan(window=4, checkpoint=False)
+    assert simulate_streaming([chunk] * 4, plan, steps=1).seconds == 4 * (3 + 5)
+    again = simulate_streaming([chunk] * 4, replace(plan, checkpoint=True), steps=1)
+    assert again.seconds == 4 * (3 + 5 + 3)
+    assert again.stall == again.seconds - 4 * 3
+    assert {gap.reason for gap in again.timeline.gaps} == {"for the host to issue it"}
+
+
+def test_a_host_that_is_faster_than_the_device_costs_nothing() -> None:
+    chunk = ChunkCost(forward=3, backward=6, transfer=2, gradient=1, update=4)
+    for optimizer in Optimizer:
+        plan = StreamingPlan(optimizer=optimizer)
+        plain = simulate_streaming([chunk] * 5, plan)
+        issued = simulate_streaming([replace(chunk, issue_forward=1, issue_backward=1)] * 5, plan)
+        assert issued.seconds == pytest.approx(plain.seconds, rel=0.05)
+        assert issued.seconds >= plain.seconds
+
+
+def test_the_host_issues_a_visit_once_the_update_of_its_chunk_is_over() -> None:
+    chunk = ChunkCost(forward=1, backward=1, update=10, issue_forward=2, issue_backward=2)
+    plan = StreamingPlan(window=2, checkpoint=False, optimizer=Optimizer.OVERLAPPED)
+    result = simulate_streaming([chunk] * 2, plan)
+    (end,) = (span.end for span in result.timeline.spans if span.label == "u0")
+    assert starts(result, "issuing")["iF0"] + result.seconds == end
+
+
+def test_a_sum_on_the_host_needs_no_staging_buffer() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=0.1, update=10)
+    plan = StreamingPlan(checkpoint=False, microbatches=2, optimizer=Optimizer.OVERLAPPED, staging=1)
+    few, many = (simulate_streaming([chunk] * 6, replace(plan, staging=count), steps=1) for count in (1, 6))
+    assert few.seconds == many.seconds
+    alone = replace(plan, microbatches=1)
+    few, many = (simulate_streaming([chunk] * 6, replace(alone, staging=count), steps=1) for count in (1, 6))
+    assert starts(few, "compute")["B0"] > starts(many, "compute")["B0"]
+
+
+def test_adding_a_gradient_takes_what_was_measured_or_twice_its_copy() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=2)
+    plan = StreamingPlan(checkpoint=False, microbatches=2)
+    for cost, seconds in ((chunk, 4), (replace(chunk, accumulate=7), 7)):
+        result = simulate_streaming([cost], plan, steps=1)
+        assert [span.seconds for span in result.timeline.spans if span.resource == "D2H"] == [2, seconds]
+
+
+def test_the_lowest_chunk_goes_first_once_every_gradient_has_arrived() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=3, update=4)
+    result = simulate_streaming([chunk] * 3, StreamingPlan(optimizer=Optimizer.OVERLAPPED, checkpoint=False), steps=1)
+    begun, arrived = starts(result, "host"), {s.label: s.end for s in result.timeline.spans if s.resource == "D2H"}
+    assert begun["u1"] < arrived["g0"] < begun["u0"]
+    chunk = replace(chunk, gradient=0.1, update=10)
+    result = simulate_streaming([chunk] * 3, StreamingPlan(optimizer=Optimizer.OVERLAPPED, checkpoint=False), steps=1)
+    begun = starts(result, "host")
+    assert begun["u2"] < begun["u0"] < begun["u1"]
+
+
+# ------------------------------------------------------------------ the reference work
+
+MACHINE = Machine(
+    h2d=55e9, d2h=55e9, both_ways=100e9, host_memory=150e9, host_update=28 / 123.9e9, gpu_update=9e-12
+)  # one H200 with 16 cores; AdamW alone moves 123.9 GB/s
+
+
+def reference(part: float, *, wide: bool) -> list[ChunkCost]:
+    """The stack of docs/performance.md: compute is that of a resident step of 16384 tokens, of which this is a part."""
+    gradient = 4 if wide else 2
+    recipe = Recipe(weight=2, gradient=gradient, update=24 + gradient + 2)
+    block = chunk_cost(201.4e6, MACHINE, forward=0.01135 * part, backward=0.0227 * part, recipe=recipe)
+    head = chunk_cost(131e6, MACHINE, forward=0.0074 * part, backward=0.0148 * part, recipe=recipe)
+    exact = Recipe(weight=4, gradient=4, update=28)
+    embedding = chunk_cost(131e6, MACHINE, forward=0.0005 * part, backward=0.001 * part, recipe=exact)
+    return [embedding, *[block] * 12, head]
+
+
+@pytest.mark.parametrize(
+    ("part", "wide", "plan", "measured"),
+    [
+        (1, True, StreamingPlan(), 0.622),
+        (1, False, StreamingPlan(optimizer=Optimizer.OVERLAPPED), 0.778),
+        ((0.1025 - 0.024) / 0.571, False, StreamingPlan(optimizer=Optimizer.OVERLAPPED), 0.705),
+        (1, True, StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=4, order=Order.CHUNK), 2.343),
+        (1, True, StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=4), 3.174),
+    ],
+    ids=["forward and backward", "16k tokens", "2k tokens", "64k tokens, by chunk", "64k tokens, accumulated"],
+)
+def test_the_reference_work_takes_about_as_long_as_it_was_measured(part, wide, plan, measured) -> None:
+    chunks = reference(part, wide=wide)
+    tolerance = 0.1
+    if plan.microbatches > 1 and plan.order is Order.MICROBATCH:
+        tolerance = 0.13  # what adding on the device costs besides the copies was not measured there
+    assert simulate_streaming(chunks, plan, MACHINE).seconds == pytest.approx(measured, rel=tolerance)
