@@ -80,7 +80,7 @@ class _Lend(torch.autograd.Function):
 
 def is_lent(tensor: Tensor) -> bool:
     """Whether a Lend node made the tensor: it stands for a weight."""
-    return isinstance(tensor.grad_fn, _Lend._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(tensor.grad_fn, _Lend._backward_cls)
 
 
 def _somebody_looks(master: nn.Parameter, grad: Tensor, node: Any) -> bool:
