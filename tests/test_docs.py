@@ -61,7 +61,11 @@ def with_blocks(language: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", with_blocks("python"))
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A text block that begins like the strategy's log is what the code logs; `...` ends a line that goes on."""
+    caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
     for line, runs, code in blocks(page, "python"):
@@ -70,6 +74,10 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         assert not problems, f"{page}:{line}: {problems}"
         if runs:
             exec(compile(tree, page, "exec"), names)
+    for _, _, text in blocks(page, "text"):
+        if text.startswith("OffloadStrategy on"):
+            for line in text.splitlines():
+                assert line.removesuffix("...") in caplog.text
 
 
 def wrong_names(tree: ast.Module, known: dict[str, Any]) -> Iterator[str]:
