@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from ramtorch_core.engine.out_of_memory import add_advice, advise_streaming, advising
+import torch
+
+from ramtorch_core.engine.out_of_memory import add_advice, advise_streaming
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, plan_schedule
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.plan.check import peak_activations
@@ -32,8 +34,11 @@ def advise_pipeline(error: BaseException, runner: PipelineRunner, microbatches: 
 @contextlib.contextmanager
 def advising_pipeline(runner: PipelineRunner, microbatches: int) -> Iterator[None]:
     """Around a step: errors that pass through get the advice."""
-    with advising(lambda wanted: _pipelined(runner, microbatches, wanted, "")):
+    try:
         yield
+    except torch.OutOfMemoryError as error:
+        advise_pipeline(error, runner, microbatches)
+        raise
 
 
 def _pipelined(runner: PipelineRunner, microbatches: int, wanted: int, message: str) -> str:

@@ -21,6 +21,7 @@ from ramtorch_core.engine.pipeline.steps import Autocast, Chain, GradOutputs, Lo
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.offload import check_options
+from ramtorch_core.schedules import AutoSchedule
 from ramtorch_core.traces import trace
 
 __all__ = [
@@ -122,7 +123,7 @@ class Pipeline:
             raise ConfigurationError(f"{len(stage_modules)} stages for {len(devices)} devices: give one for each")
         chain = Chain(stage_modules)
         runner = PipelineRunner(chain, devices, stages=list(stage_modules[1:]), stream=stream)
-        self._steps = Steps(chain, runner, autocast)
+        self._steps, self._auto = Steps(chain, runner, autocast), AutoSchedule(runner)
 
     def step(
         self,
@@ -142,7 +143,7 @@ class Pipeline:
         Args:
             x: the input of the first stage; a tuple is its positional arguments. First dimensions are the batch.
             targets: second argument of `loss_fn`, cut like the input, and moved to the last device.
-            schedule: see `plan.schedule`.
+            schedule: see `plan.schedule`; "auto" times the first steps with it, and takes the fastest from then on.
             n_microbatches: parts into which the batch is cut; it need not divide the batch.
             loss_fn: `(output, target) -> scalar`, a mean over its microbatch.
             grad_outputs: instead of a loss, the gradient of the output for the whole batch, or a function from the
@@ -155,8 +156,8 @@ class Pipeline:
             ConfigurationError: neither or both of `loss_fn` and `grad_outputs`, or a batch that cannot be cut.
             BaseException: whatever a stage or the loss raised; the gradients since the last flush are dropped then.
         """
-        with trace(profile_path):
-            loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
+        with trace(profile_path), self._auto.around(schedule, n_microbatches) as plan:
+            loss = self._steps.step(x, targets, plan, n_microbatches, loss_fn, grad_outputs, diced, scaler)
         return PipelineResult(self, loss)
 
     def infer(self, x: Any, *, n_microbatches: int = 4, diced: bool = False) -> Any:
@@ -216,7 +217,7 @@ class PipelineModel(nn.Module):
         self.model = model
         stream = None if window is None else stream_options(window, pin, activations)
         runner = PipelineRunner(model, devices, stages=split_spec, device_weights=device_weights, stream=stream)
-        self._steps = Steps(model, runner, autocast)
+        self._steps, self._auto = Steps(model, runner, autocast), AutoSchedule(runner)
         if example is not None:
             try:
                 self._steps.infer(example, 1, False)
@@ -242,8 +243,8 @@ class PipelineModel(nn.Module):
         profile_path: str | None = None,
     ) -> PipelineResult:
         """As `Pipeline.step`."""
-        with trace(profile_path):
-            loss = self._steps.step(x, targets, schedule, n_microbatches, loss_fn, grad_outputs, diced, scaler)
+        with trace(profile_path), self._auto.around(schedule, n_microbatches) as plan:
+            loss = self._steps.step(x, targets, plan, n_microbatches, loss_fn, grad_outputs, diced, scaler)
         return PipelineResult(self, loss)
 
     def flush_grads(self) -> None:

@@ -30,6 +30,7 @@ from ramtorch_lightning.microbatches import SplitFn
 from ramtorch_lightning.overlap import StepPath
 from ramtorch_lightning.refusals import (
     allow_clipping,
+    check_agreement,
     check_optimizer,
     check_precision,
     check_single_process,
@@ -56,7 +57,6 @@ class OffloadStrategy(WaitingStrategy):
         activations: "checkpoint" recomputes a chunk's activations in backward, "keep" keeps them; "recompute" is
             another name of "checkpoint". If window, pin or activations are "auto", the first batches run with 2, 0 and
             "checkpoint" and are measured; then the fastest plan that fits is chosen between two steps, and logged.
-        gpu_memory: that "auto" may plan with: bytes, or as in "20GB". By default what is free.
         n_microbatches: into how many parts `training_step` gets each batch; fewer for smaller batches. All of them go
             through a chunk before the next one, so weights cross once per pass. Results are those of
             `accumulate_grad_batches` with batches of that size, but for random operations, which draw other numbers.
@@ -73,6 +73,7 @@ class OffloadStrategy(WaitingStrategy):
         resident_below: bytes; smaller tensors keep a copy on the device. 0 streams everything.
         device: where to compute; by default what `Trainer(accelerator=, devices=)` says.
         host_memory: bytes of RAM that may be used; by default what the system reports as available.
+        gpu_memory: that "auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         accelerator, precision_plugin: passed on to Lightning.
         checkpoint_io: passed on to Lightning; by default checkpoints are written and read without a second copy in RAM.
@@ -91,7 +92,6 @@ class OffloadStrategy(WaitingStrategy):
         pin: int | list[int] | list[str] | Auto = 0,
         chunks: ChunkSpec = None,
         activations: Literal["checkpoint", "keep", "recompute", "auto"] = "checkpoint",
-        gpu_memory: int | str | None = None,
         n_microbatches: int = 1,
         gradients: Literal["auto", "published"] = "auto",
         kernel: Literal["auto", "torch"] = "auto",
@@ -100,6 +100,7 @@ class OffloadStrategy(WaitingStrategy):
         resident_below: int = 2**20,
         device: str | int | torch.device | None = None,
         host_memory: int | None = None,
+        gpu_memory: int | str | None = None,
         split_fn: SplitFn | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -117,6 +118,8 @@ class OffloadStrategy(WaitingStrategy):
         check_options(first["window"], first["pin"], first["activations"], stream_dtype, resident_below, updates)
         if gradients not in ("auto", "published"):
             raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
+        if gradients == "published" and updates != "host":
+            raise ConfigurationError(f"gradients='published' leaves no updates to updates={updates!r}: leave one out")
         self._configure_microbatches(n_microbatches, split_fn)
         self._device_given = device is not None
         self._gradients = gradients
@@ -157,7 +160,9 @@ class OffloadStrategy(WaitingStrategy):
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The device given to this strategy, which the Trainer then takes; empty if the Trainer is to choose."""
-        return [self._root_device] if self._device_given else []
+        devices = [self._root_device] if self._device_given else []
+        check_agreement("OffloadStrategy(device=)", devices)
+        return devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ramtorch_core import ChunkSpec, ConfigurationError, format_rows
+from ramtorch_core.advice import advise_pipeline
 from ramtorch_core.pipeline import (
     PipelineRunner,
     ScheduleSpec,
@@ -24,6 +25,8 @@ from ramtorch_core.pipeline import (
     resolve_devices,
     stream_options,
 )
+from ramtorch_core.schedules import AUTO, FIRST, AutoSchedule, ScheduledRunner
+from ramtorch_core.tuning import bytes_of
 from ramtorch_lightning._lightning import (
     Accelerator,
     CheckpointIO,
@@ -35,7 +38,7 @@ from ramtorch_lightning._lightning import (
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
-from ramtorch_lightning.refusals import allow_clipping, check_optimizer
+from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer
 
 __all__ = ["PipelineStrategy"]
 
@@ -57,7 +60,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         devices: one per pipeline device, in the order of the stages. `"cpu"` works, also several times. None: those of
             the Trainer.
         schedule: "staggered_1b1f" (also "1f1b"), "gpipe", "eager_1f1b", "zb_h1", "interleaved", "zbv", "sequential", or
-            a schedule, or a function of (devices, microbatches).
+            a schedule, or a function of (devices, microbatches). "auto" times the first batches, and takes the fastest
+            of the first four that fits; the log says which, and why.
         n_microbatches: into how many parts each batch is cut; fewer for smaller batches.
         stages: where stages begin: the names of the modules that begin stages 1, 2, ..., the modules, or a function
             that finds them. None: `configure_stages()` of the LightningModule if it has one, else a balanced split of
@@ -70,6 +74,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         activations: of streamed chunks: "checkpoint" recomputes them in backward, "keep" keeps them.
         resident_below: bytes; smaller tensors of streamed chunks keep a copy on the device.
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
+        gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
         accelerator, checkpoint_io, precision_plugin: passed on to Lightning.
@@ -95,6 +100,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         activations: Literal["checkpoint", "keep"] = "checkpoint",
         resident_below: int = 2**20,
         host_memory: int | None = None,
+        gpu_memory: int | str | None = None,
         split_fn: SplitFn | None = None,
         evaluate: Literal["pipelined", "whole"] = "pipelined",
         accelerator: Accelerator | None = None,
@@ -106,18 +112,26 @@ class PipelineStrategy(MicrobatchedStrategy):
         if evaluate not in ("pipelined", "whole"):
             raise ConfigurationError(f"evaluate={evaluate!r}: use 'pipelined' or 'whole'")
         self._devices = None if devices is None else resolve_devices(devices)
-        self._schedule = schedule
+        self._schedule = FIRST if schedule == AUTO else schedule
+        self._auto_schedule, self._gpu_memory = schedule == AUTO, None if gpu_memory is None else bytes_of(gpu_memory)
+        if gpu_memory is not None and schedule != AUTO:
+            raise ConfigurationError(f"gpu_memory={gpu_memory!r} limits what schedule='auto' chooses, and it is given")
         self._stages = stages
         self._balance = balance
         self._device_weights = device_weights
         self._evaluate = evaluate
         self._chunks = chunks
         self._streaming: dict[str, Any] | None = None
+        if window is None and (pin or chunks is not None or activations != "checkpoint" or host_memory is not None):
+            raise ConfigurationError(
+                "pin, chunks, activations and host_memory are of stages that stream, and none does: pass window=2"
+            )
         if window is not None:
             self._streaming = {"resident_below": resident_below, "host_memory": host_memory}
             self._streaming |= {"window": window, "pin": pin, "activations": activations}
             stream_options(**self._streaming)  # refuses what cannot work
         self._runner: PipelineRunner | None = None
+        self._scheduled: ScheduledRunner | None = None
         if self._devices is not None:
             self._choose_root()
 
@@ -141,7 +155,9 @@ class PipelineStrategy(MicrobatchedStrategy):
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The devices given to this strategy, which the Trainer then takes; empty if the Trainer is to choose."""
-        return [] if self._devices is None else [device.torch for device in self._devices]
+        devices = [] if self._devices is None else [device.torch for device in self._devices]
+        check_agreement("PipelineStrategy(devices=)", devices)
+        return devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
@@ -211,6 +227,9 @@ class PipelineStrategy(MicrobatchedStrategy):
             aside=lambda submodule: isinstance(submodule, Metric),
             stream=self._stream_options(module),
         )
+        say = lambda message: rank_zero_info(f"PipelineStrategy: {message}")
+        auto = AutoSchedule(self._runner, self._gpu_memory, say) if self._auto_schedule else None
+        self._scheduled = None if auto is None else ScheduledRunner(self._runner, auto)
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
@@ -227,15 +246,21 @@ class PipelineStrategy(MicrobatchedStrategy):
         if self.accelerator is not None:
             super().teardown()
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._runner is not None:
+            advise_pipeline(exception, self._runner, self._microbatches)
+
     def _close(self) -> None:
-        runner, self._runner = self._runner, None
+        runner, self._runner, self._scheduled = self._runner, None, None
         if runner is not None:
             runner.close()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_runner"] = None
+        state["_runner"] = state["_scheduled"] = None
         return state
 
     # ------------------------------------------------------------------ training
@@ -248,7 +273,7 @@ class PipelineStrategy(MicrobatchedStrategy):
             if not module.automatic_optimization:
                 with self.runner.transparent():
                     return module.training_step(*args, **kwargs)
-            return self._train(module, self.runner, args, kwargs)
+            return self._train(module, self._scheduled or self.runner, args, kwargs)
 
     # ------------------------------------------------------------------ evaluation
 

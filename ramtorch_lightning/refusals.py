@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +16,7 @@ from ramtorch_lightning._lightning import Precision
 
 __all__ = [
     "allow_clipping",
+    "check_agreement",
     "check_fused",
     "check_optimizer",
     "check_precision",
@@ -120,9 +123,53 @@ def devices_were_automatic() -> bool:
 
     With `devices="auto"` Lightning offers every GPU there is, and tells nobody that it was not asked to.
     """
+    asked = _asked_for()
+    return asked is not None and asked[0] == "auto"
+
+
+def check_agreement(given: str, devices: Sequence[torch.device]) -> None:
+    """Refuse a Trainer that is being built for other devices than its strategy, or for several machines.
+
+    One device means one process to Lightning, so `devices=1` agrees with any. Without devices of the strategy's own,
+    the Trainer's are taken.
+
+    Args:
+        given: the strategy's argument, for the message.
+        devices: the strategy's own.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    asked = _asked_for()
+    if asked is None:
+        return
+    wanted, nodes = asked
+    if nodes not in (None, 1, "1"):
+        raise ConfigurationError(
+            f"Trainer(num_nodes={nodes}): this strategy runs in one process on one machine; leave num_nodes out"
+        )
+    if not devices or wanted in ("auto", -1, "-1", 1, "1"):
+        return
+    indices = [device.index for device in devices]
+    try:
+        listed = [int(part) for part in wanted.split(",") if part.strip()] if isinstance(wanted, str) else wanted
+    except ValueError:
+        return  # Lightning says what is wrong with it
+    if isinstance(wanted, str) and "," not in wanted:
+        listed = listed[0]
+    agrees = listed == len(devices) if isinstance(listed, int) else list(listed) == indices
+    if not agrees:
+        raise ConfigurationError(
+            f"Trainer(devices={wanted!r}) and {given}, which names {', '.join(map(str, devices))}, contradict each "
+            f"other: leave the Trainer's devices out, or let the Trainer choose and leave out the strategy's"
+        )
+
+
+def _asked_for() -> tuple[Any, Any] | None:
+    """`devices` and `num_nodes` of the Trainer that is being built; None if none is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("accelerator_connector.py"):
-            return bool(frame.f_locals.get("devices") == "auto")
+            return frame.f_locals.get("devices"), frame.f_locals.get("num_nodes")
         frame = frame.f_back
-    return False
+    return None
