@@ -235,7 +235,7 @@ def choose_for(
     """
 
     def priced(measured: Calibration) -> list[ChunkCost]:
-        return [_spread(cost, steps_per_update) for cost in costs(measured, base.microbatches)]
+        return [_spread(cost, steps_per_update) for cost in costs(measured, base.microbatches, None, base.optimizer)]
 
     found, peak, half = priced(calibration), calibration.peak_bytes, half_precision(calibration)
     before = replace(base, window=calibration.window, pin=0, checkpoint=checkpoint)

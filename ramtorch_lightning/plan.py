@@ -17,11 +17,11 @@ from ramtorch_core import ConfigurationError
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, host_bytes
 from ramtorch_core.prediction import Optimizer, Rates, StreamingPlan, machine, predict, rates_of, recommend
+from ramtorch_core.tuning import bytes_of
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.plan_config import Configuration, from_config, from_name
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20}
 _KNOBS = ("window", "pin", "activations")
 
 
@@ -163,10 +163,10 @@ def _resized(example: Any, batch: int | None) -> Any:
 
 def _size(text: str) -> float:
     """Bytes, from for example `24GB` or `64GiB`."""
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * factor
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number with one of {', '.join(_UNITS)}, as in 24GB")
+    try:
+        return bytes_of(text, "size")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:

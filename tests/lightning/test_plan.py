@@ -212,7 +212,7 @@ def test_without_a_gpu_one_has_to_be_described(capsys: Any, monkeypatch: pytest.
 def test_sizes_need_units(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["x:Y", "--gpu", "24"])
-    assert "as in 24GB" in capsys.readouterr().err
+    assert "as in '24GB'" in capsys.readouterr().err
 
 
 def test_the_command_runs() -> None:
