@@ -179,7 +179,8 @@ class Route:
 
     def _update(self, slot: Slot, piece: Sequence[Slice], options: Mapping[str, Any], decoupled: bool) -> None:
         self.device.wait(slot.loaded)
-        steps = {each.row.step: torch.full((), each.row.step, device=self.device.torch) for each in piece}
+        device = self.device.torch
+        steps = {s: torch.full((), s, dtype=torch.float32, device=device) for s in {each.row.step for each in piece}}
         count, dtype = len(piece[0].row.tensors), piece[0].row.tensors[0].dtype
         lists = [[slot.view(index, each, dtype) for each in piece] for index in range(count)]
         masters, exp_avgs, exp_avg_sqs, *maximum = lists
