@@ -2,7 +2,8 @@
 
 Gradients are dropped where backward leaves them, so nothing is copied to the host and nothing updated. The device gets
 some work in advance, as much as the host needs to issue a pass: the host then is ahead, and no kernel waits to be
-launched. Waits for weights, which stream as always, are timed apart.
+launched. Waits for weights, which stream as always, are timed apart. The host is timed in other passes, without work in
+advance: behind a full queue of the device it waits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -53,12 +54,15 @@ class TimedPass:
 
 
 def time_passes(run: Run, count: int) -> list[TimedPass]:
-    """Time so many passes, after one that tells how far ahead the host has to be."""
+    """Time so many passes of the device, and of the host, which tell how far ahead it has to be."""
     device = run.streamer.device
     with _without_updates(run):
-        ahead = _Ahead(device) if device.asynchronous else None
-        seconds = min(LONGEST, _time(run, None, 0.0).host)
-        return [_time(run, ahead, seconds) for _ in range(count)]
+        if not device.asynchronous:
+            return [_time(run, None, 0.0) for _ in range(count + 1)][1:]
+        hosts = [_time(run, None, 0.0) for _ in range(count + 1)][1:]
+        ahead, seconds = _Ahead(device), min(LONGEST, statistics.median(each.host for each in hosts))
+        passes = [_time(run, ahead, seconds) for _ in range(count)]
+    return [replace(host, lap=each.lap) for host, each in zip(hosts, passes, strict=True)]
 
 
 @contextmanager
