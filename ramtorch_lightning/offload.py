@@ -75,8 +75,9 @@ class OffloadStrategy(WaitingStrategy):
         host_memory: bytes of RAM that may be used; by default what the system reports as available.
         gpu_memory: that "auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
-        accelerator, precision_plugin: passed on to Lightning.
-        checkpoint_io: passed on to Lightning; by default checkpoints are written and read without a second copy in RAM.
+        accelerator: Lightning's accelerator; by default chosen by the Trainer.
+        checkpoint_io: writes and reads checkpoints; by default without a second copy in RAM.
+        precision_plugin: Lightning's precision plugin; by default what `Trainer(precision=)` says.
 
     Raises:
         ConfigurationError: an argument that cannot work; when the Trainer is set up, several devices, a launcher that

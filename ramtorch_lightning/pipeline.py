@@ -77,7 +77,9 @@ class PipelineStrategy(MicrobatchedStrategy):
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
         evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
-        accelerator, checkpoint_io, precision_plugin: passed on to Lightning.
+        accelerator: Lightning's accelerator; by default chosen by the Trainer.
+        checkpoint_io: writes and reads checkpoints; by default without a second copy in RAM.
+        precision_plugin: Lightning's precision plugin; by default what `Trainer(precision=)` says.
 
     Raises:
         ConfigurationError: an argument that cannot work.
