@@ -59,20 +59,20 @@ class BackwardTask:
 
 
 class _Sum:
-    """The gradients of a group over several visits, in the dtypes in which plain accumulation would add them."""
+    """The gradients of a group over several backwards, in the dtypes in which plain accumulation would add them."""
 
     def __init__(self) -> None:
-        self.visits = 0
+        self.backwards = 0
         self.grads: dict[Weight, Tensor] = {}
         self._owned: set[Weight] = set()
 
     def add(self, grads: Mapping[Weight, Tensor], earlier: Callable[[Weight], Tensor | None]) -> None:
-        """Add the gradients of one more visit.
+        """Add the gradients of one more backward.
 
         Args:
             earlier: gives the device copy of what earlier steps have left for a weight.
         """
-        self.visits += 1
+        self.backwards += 1
         with torch.no_grad():
             for weight, grad in grads.items():
                 known = self.grads.get(weight)
@@ -111,7 +111,7 @@ class BackwardPasses:
         self.failed: Callable[[], None]
         self._tasks: weakref.WeakValueDictionary[int, BackwardTask] = weakref.WeakValueDictionary()
         self._sums: dict[WeightGroup, _Sum] | None = None  # of several backwards that are one step
-        self._visits: int | None = None
+        self._awaited: int | None = None
         self._spill = False
 
     def enter(self) -> BackwardTask | None:
@@ -165,10 +165,8 @@ class BackwardPasses:
             if grad is not None:
                 known, dtype = bucket.get(weight), weight.parameter.dtype
                 bucket[weight] = grad if known is None else known.to(dtype) + grad.to(dtype)
-        if self._sums is not None:
-            self._add(self._sums, group, bucket)
-        elif not any(other.is_due() for other in self.inventory.loans.get(group, ())):
-            self._send(group, bucket)
+        if not any(other.is_due() for other in self.inventory.loans.get(group, ())):
+            self._pass_on(group, bucket)
         self.visit_over(group)
 
     @property
@@ -176,14 +174,14 @@ class BackwardPasses:
         """Whether the backwards under way are one step."""
         return self._sums is not None
 
-    def begin_together(self, visits: int | None, *, spill: bool) -> None:
+    def begin_together(self, backwards: int | None, *, spill: bool) -> None:
         """The backwards until `end_together` are one step: their gradients add up on the device.
 
         Args:
-            visits: of each group, after which its gradients may leave; None if that is not known.
-            spill: let them leave after each visit, and come back in pieces to be added to.
+            backwards: that visit each group, after which its gradients may leave; None if that is not known.
+            spill: let them leave after each backward, and come back in pieces to be added to.
         """
-        self._sums, self._visits, self._spill = {}, visits, spill
+        self._sums, self._awaited, self._spill = {}, backwards, spill
 
     def end_together(self) -> None:
         """All of them are over: what is left leaves the device, and gradients are published."""
@@ -192,15 +190,18 @@ class BackwardPasses:
             self._send(group, total.grads, whole=True)
         self._finish_outermost()
 
-    def _add(self, sums: dict[WeightGroup, _Sum], group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
-        """Add the gradients of one visit; after the group's last one, send them."""
-        if self._spill:
+    def _pass_on(self, group: WeightGroup, bucket: dict[Weight, Tensor]) -> None:
+        """The visits of a group in one backward are over: send their gradients, or add them to those of the step."""
+        sums = self._sums
+        if not bucket:
+            return
+        if sums is None or self._spill:
             self._send(group, bucket)
             return
         total = sums.setdefault(group, _Sum())
         total.add(bucket, partial(self.gradients.recall, group))
         bucket.clear()
-        if total.visits == self._visits and group.index >= 0:
+        if total.backwards == self._awaited and group.index >= 0:
             self._send(group, total.grads, whole=True)
 
     def abandon(self) -> None:
@@ -218,7 +219,7 @@ class BackwardPasses:
     def _finish(self, task: BackwardTask) -> None:
         try:
             for group, bucket in task.pending.items():
-                self._send(group, bucket)
+                self._pass_on(group, bucket)
             self.open -= 1
             self.inventory.rest.leave()
             if self.open == 0:

@@ -226,18 +226,18 @@ class Streamer:
                 self._end_scope(observing, failed)
 
     @contextlib.contextmanager
-    def together(self, visits: int | None = None, *, spill: bool = False) -> Iterator[None]:
+    def together(self, backwards: int | None = None, *, spill: bool = False) -> Iterator[None]:
         """Several forwards and backwards, in any order of their visits, that are one step.
 
         Their gradients add up on the device, and leave it once.
 
         Args:
-            visits: backward visits of each chunk, after which its gradients leave; by default they stay until the end.
-            spill: they leave after each visit, and come back in pieces to be added to: for microbatches one behind the
-                other, whose gradients the device cannot hold.
+            backwards: that visit each chunk, after which its gradients leave; by default they stay until the end.
+            spill: they leave after each backward, and come back in pieces to be added to: for microbatches one
+                behind the other, whose gradients the device cannot hold.
         """
         with self.scope():
-            self._backwards.begin_together(visits, spill=spill)
+            self._backwards.begin_together(backwards, spill=spill)
             try:
                 yield
                 self.finish_together()

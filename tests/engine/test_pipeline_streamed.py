@@ -111,6 +111,43 @@ def test_evaluation_computes_the_same_and_takes_no_gradients(streamed: Make) -> 
     assert all(streamer.gradients.host_bytes() == 0 for streamer in runner.streamed.streamers)
 
 
+class InOrder(Chain):
+    """Calls its blocks in an order that is given."""
+
+    order: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class Dropped(Chain):
+    """Some microbatches skip two of its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index in (1, 2) and float(x.detach()[0, 0]) > 0 else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "staggered_1b1f", "zb_h1"])
+@pytest.mark.parametrize("order", [(0, 0, 1, 2, 3), (0, 1, 0, 2, 3, 3), (3, 2, 1, 0)])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_chunks_that_run_twice_in_their_stage_or_in_another_order_train_the_same(
+    streamed: Make, schedule: str, order: tuple[int, ...], checkpoint: bool
+) -> None:
+    model = InOrder()
+    model.order = order
+    assert_exact(model, streamed(model, schedule, checkpoint=checkpoint, window=1))
+
+
+@pytest.mark.parametrize("resident_below", [0, 100])
+def test_chunks_that_some_microbatches_skip_train_the_same(streamed: Make, resident_below: int) -> None:
+    model = Dropped()
+    assert_exact(model, streamed(model, resident_below=resident_below))
+
+
 class Tied(Chain):
     """Embedding and head share a weight across the stages."""
 
