@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -75,6 +76,7 @@ class StepPath:
     ) -> None:
         self._streamer, self._trainer, self._module = streamer, trainer, module
         self._stepping: Optimizer | None = None  # whose step the backward under way may begin
+        self._default_dtype = torch.get_default_dtype()  # around that step
         self._waiting: pl.Callback | None = None
         reason = "gradients='published'" if gradients == "published" else why_published(module, trainer, optimizers)
         self.overlaps = reason is None and bool(streamer.groups)
@@ -104,7 +106,7 @@ class StepPath:
         own = type(precision).clip_grad_by_norm is not Precision.clip_grad_by_norm
         if not own:
             precision.clip_grad_by_norm = self._clip
-        self._stepping = optimizer
+        self._stepping, self._default_dtype = optimizer, torch.get_default_dtype()
         try:
             yield
         finally:
@@ -118,7 +120,12 @@ class StepPath:
             return
         reason = why_published(self._module, self._trainer, [self._stepping])  # hooks may have come since the set-up
         if reason is None:
-            self._streamer.updates.begin(self._stepping, hold=bool(self._trainer.gradient_clip_val))
+            inside = torch.get_default_dtype()  # of the precision's context, if microbatches run their own backward
+            torch.set_default_dtype(self._default_dtype)
+            try:
+                self._streamer.updates.begin(self._stepping, hold=bool(self._trainer.gradient_clip_val))
+            finally:
+                torch.set_default_dtype(inside)
         else:
             self._publish(reason)
 
