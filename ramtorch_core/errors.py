@@ -6,7 +6,7 @@ Bad input raises `ConfigurationError` (a `ValueError`) before anything changes. 
 A message gives both numbers (asked for, and possible), the name of the module, and the remedy.
 """
 
-__all__ = ["ConfigurationError", "HostMemoryError", "PlanError", "RamtorchError", "WindowError"]
+__all__ = ["ConfigurationError", "HostMemoryError", "PlanError", "RamtorchError", "StageOrderError", "WindowError"]
 
 
 class RamtorchError(RuntimeError):
@@ -23,6 +23,18 @@ class HostMemoryError(RamtorchError, MemoryError):
 
 class WindowError(RamtorchError):
     """A chunk needs a slot and none can be had: it is larger than a slot, or every slot is lent."""
+
+
+class StageOrderError(RamtorchError):
+    """A module that begins a stage was called a second time, out of turn, or in a checkpoint around several stages.
+
+    Attributes:
+        module: its name.
+    """
+
+    def __init__(self, module: str, message: str) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class PlanError(RamtorchError):

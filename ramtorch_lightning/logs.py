@@ -61,7 +61,12 @@ class LogCapture:
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
-        """Inside, in the calling thread, calls count for microbatch `index`."""
+        """Inside, in the calling thread, calls count for microbatch `index`; what it logged before is forgotten."""
+        with self._lock:
+            self._counts[index].clear()
+            for entry in self._entries.values():
+                entry.values.pop(index, None)
+                entry.sizes.pop(index, None)
         _current.index = index
         try:
             yield
@@ -72,6 +77,8 @@ class LogCapture:
         """Log every entry once, in the order in which the first microbatch that has it logged it."""
         for entry in self._entries.values():
             order = sorted(entry.values)
+            if not order:
+                continue
             weights = [entry.sizes[m] or self._sizes[m] for m in order]
             options = dict(entry.options)
             if any(size is not None for size in entry.sizes.values()):

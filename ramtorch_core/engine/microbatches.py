@@ -13,7 +13,7 @@ from ramtorch_core.engine.pipeline.executor import Executor, StepResult
 from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.errors import RamtorchError
+from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.plan.itinerary import Direction, Itinerary
 from ramtorch_core.plan.schedule import chunk_major, sequential
 
@@ -27,8 +27,8 @@ class MicrobatchRunner:
 
     The graph is cut at the chunks, so that weights cross the bus once per pass instead of once per microbatch, and
     gradients add up on the device and leave it once. For this every chunk has to be called once per microbatch, always
-    in one order: that of the last forward, or at first that of registration. Where it is not, one microbatch runs after
-    the other, and the log says so.
+    in one order: that of the last forward, or at first that of registration. Where the first step shows that it is not,
+    one microbatch runs after the other, and the log says so.
 
     Args:
         streamer: attached to the module.
@@ -85,10 +85,18 @@ class MicrobatchRunner:
                 plan, finish = chunk_major(stages, len(inputs)), self._streamer.finish_together
                 begins = self._beginning(root, 0)
                 return executor.run(function, inputs, plan, begins, accumulate=accumulate, step=step, finish=finish)
-        except RamtorchError as error:
-            if not first or "must be entered once per forward" not in str(error):
-                raise
-            log.warning("microbatches run one after the other, so weights cross for each of them: %s", error)
+        except StageOrderError as error:
+            if not first:
+                raise RamtorchError(
+                    f"chunk '{error.module}' was called twice or out of turn, unlike in the steps before, while "
+                    f"microbatches go through one chunk after the other: pass n_microbatches=1, or make the module "
+                    f"around the calls that vary one chunk (chunks=[...])"
+                ) from error
+            log.warning(
+                "microbatches run one after the other, so weights cross for each of them: chunk '%s' is called twice, "
+                "in another order than it is registered in, or in a checkpoint around several chunks",
+                error.module,
+            )
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
@@ -136,7 +144,7 @@ class MicrobatchRunner:
         return begins
 
     def _order(self) -> list[tuple[str, nn.Module]]:
-        """The chunks after the first, in the order in which they are called."""
+        """The chunks in the order in which they are called."""
         streamer = self._streamer
         chunks = [chunk for chunk in streamer.census.chunks if chunk.group is not None]
         order = order_of_chunks(streamer.last_itinerary)
@@ -145,13 +153,14 @@ class MicrobatchRunner:
             self._known = [chunk.name for chunk in chunks]
         elif self._known:
             chunks.sort(key=lambda chunk: self._known.index(chunk.name) if chunk.name in self._known else chunk.index)
-        return [(chunk.name, chunk.module) for chunk in chunks[1:]]
+        return [(chunk.name, chunk.module) for chunk in chunks]
 
     def _cut(self, entries: Sequence[tuple[str, nn.Module]]) -> Executor:
         stages = StageMap(self._streamer.root, tuple(entries))
-        on_host = {id(p) for p in self._streamer.root.parameters() if p.device != self._streamer.device.torch}
-        stages.homes = {key: stage for key, stage in stages.homes.items() if key not in on_host}
-        return Executor(stages, [self._streamer.device] * stages.count)
+        weights = [weight for group in self._streamer.groups for weight in group.weights]
+        for weight in (*weights, *self._streamer.census.copies):  # leaves resident chunks' parameters, and buffers
+            stages.homes.pop(id(weight.parameter), None)
+        return Executor(stages, [self._streamer.device] * stages.count, recompute_across=False)
 
 
 def order_of_chunks(itinerary: Itinerary) -> tuple[int, ...] | None:

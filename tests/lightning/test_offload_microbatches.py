@@ -7,7 +7,10 @@ import torch
 from offload_cases import WIDTH, Classifier, Net, Watched, fit, loader
 from stream_cases import assert_same
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from ramtorch_core import RamtorchError
 from ramtorch_core.plan.itinerary import format_itinerary
 from ramtorch_lightning import OffloadStrategy
 
@@ -112,12 +115,142 @@ class Backwards(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize("net", [Twice, Backwards])
+class AtOnceAgain(Net):
+    """Its first block runs twice in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index in (0, 0, 1, 2):
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+class LastFirst(Net):
+    """Its first block runs last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index in (1, 2, 0):
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+class Regions(Net):
+    """Its last two blocks are recomputed together."""
+
+    def both(self, x: Tensor) -> Tensor:
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x + self.blocks[0](x)
+        return self.head(checkpoint(self.both, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("net", [Twice, Backwards, AtOnceAgain, LastFirst, Regions])
 def test_chunks_that_are_not_called_once_in_order_train_one_microbatch_after_the_other(
     net: type[Net], caplog: pytest.LogCaptureFixture
 ) -> None:
     compare(lambda: Classifier(net()), num_sanity_val_steps=0)
     assert "microbatches run one after the other" in caplog.text
+
+
+def test_a_chunk_that_contains_chunks_and_is_recomputed_trains_one_microbatch_after_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chunks = ["net.blocks.*", "net.blocks.*.1", "net.blocks.*.4"]
+    compare(streaming={"chunks": chunks, "activations": "checkpoint"})
+    assert "microbatches run one after the other" in caplog.text
+
+
+def positive(x: Tensor) -> bool:
+    return float(x.detach().sum()) > 0
+
+
+class Dropped(Net):
+    """Some microbatches skip its second block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == 1 and positive(x) else x + block(x)
+        return self.head(x)
+
+
+class Early(Net):
+    """Some microbatches leave before its last block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            if index == 2 and positive(x):
+                break
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("net", [Dropped, Early])
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+def test_chunks_that_some_microbatches_skip_train_the_same(net: type[Net], gradients: str) -> None:
+    compare(lambda: Classifier(net()), streaming={"gradients": gradients})
+
+
+class Changing(Net):
+    """Some microbatches run its first block again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = self.training and positive(x)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.blocks[0](x) if again else x)
+
+
+def marked(batches: int) -> Any:
+    """Batches of two microbatches; of the last batch, the second microbatch has a positive sum."""
+    x = torch.full((4 * batches, WIDTH), -0.5)
+    x[-2:] = 0.5
+    return DataLoader(TensorDataset(x, torch.zeros(len(x), dtype=torch.long)), 4)
+
+
+def test_what_was_logged_before_microbatches_turn_out_to_run_apart_is_logged_once() -> None:
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    found = fit(lambda: Classifier(Changing()), Chunked(), train=lambda: marked(1), **options)
+    logged = [row["loss_epoch"] for _, row in found.record["logged"] if "loss_epoch" in row]
+    first, second = found.model.seen[-4:-2]  # validation follows
+    assert logged == [pytest.approx(float(first + second) / 2, abs=1e-6)]
+
+
+def test_a_chunk_that_is_called_twice_in_a_later_step_is_named_with_the_remedy() -> None:
+    with pytest.raises(RamtorchError, match=r"'net.blocks.0' was called twice.*n_microbatches=1"):
+        fit(lambda: Classifier(Changing()), Chunked(), train=lambda: marked(2))
+
+
+class ReadsAhead(Net):
+    """Uses a weight of its last block before the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + self.blocks[2][1].weight.mean()))
+
+
+def test_a_weight_used_outside_of_its_chunk_is_left_to_the_optimizer() -> None:
+    found = fit(lambda: Classifier(ReadsAhead()), Chunked(), train=lambda: loader(16, 4)).record["weights"]
+    plain = fit(lambda: Classifier(ReadsAhead()), train=lambda: loader(16, 2), accumulate_grad_batches=2)
+    for name, tensor in plain.record["weights"].items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_the_optimizer_state_is_in_the_dtypes_of_a_plain_run(precision: Any) -> None:
+    def dtypes(run: Any) -> Any:
+        states = run.trainer.optimizers[0].state.values()
+        return [{key: value.dtype for key, value in state.items()} for state in states]
+
+    found = fit(Classifier, Chunked(), train=lambda: loader(16, 4), precision=precision)
+    assert found.strategy.updated > 0
+    assert dtypes(found) == dtypes(fit(Classifier, precision=precision))
 
 
 def test_an_evaluation_before_training_shows_the_order_of_the_chunks() -> None:

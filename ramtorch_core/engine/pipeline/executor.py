@@ -24,6 +24,7 @@ from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root, Step, current_step
 from ramtorch_core.engine.pipeline.thread_state import ThreadState
 from ramtorch_core.engine.pipeline.turnstile import Recorder, Turnstile
+from ramtorch_core.errors import StageOrderError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
 
@@ -48,10 +49,11 @@ class Executor:
     Args:
         stages: the stages of the module; parameters and buffers are on their devices already.
         devices: per stage.
+        recompute_across: allow a checkpoint around several stages, which is recomputed in the backward of each.
     """
 
-    def __init__(self, stages: StageMap, devices: Sequence[Device]) -> None:
-        self.stages = stages
+    def __init__(self, stages: StageMap, devices: Sequence[Device], *, recompute_across: bool = True) -> None:
+        self.stages, self._recompute_across = stages, recompute_across
         self.devices = list(devices)
         self._unique = list({device.torch: device for device in devices}.values())
         self._links = Links(self._unique)
@@ -129,6 +131,8 @@ class Executor:
         """The module that begins `stage` is called with `arguments`; returns what it shall get."""
         current = current_step()
         if current is not None and current[0].homes is self.stages.homes:
+            if not self._recompute_across and not current[1].in_backward:
+                self._refuse_region(name)
             return current[0].enter_stage(current[1], stage, name, arguments)
         if len(self._unique) == 1:
             return arguments
@@ -137,6 +141,17 @@ class Executor:
             bystander.stage = stage
         device = self.devices[stage].torch
         return tree_map_only(Tensor, lambda t: t.to(device) if self._links.owns(t.device) else t, arguments)
+
+    def _refuse_region(self, name: str) -> None:
+        """Raise if the checkpoint in which stage `name` begins had another stage begin in it."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = hooks[0] if hooks else None
+        if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook"):
+            return
+        region: weakref.ref[Any] | None = getattr(self._local, "region", None)
+        if region is not None and region() is pack:
+            raise StageOrderError(name, f"module '{name}', which begins a stage, runs in a checkpoint around several")
+        self._local.region = weakref.ref(pack)
 
     @contextlib.contextmanager
     def transparent(self) -> Iterator[None]:

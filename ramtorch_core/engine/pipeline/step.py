@@ -18,7 +18,7 @@ from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.microbatch import Microbatch
 from ramtorch_core.engine.pipeline.thread_state import outside_autocast
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
-from ramtorch_core.errors import RamtorchError
+from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.plan.schedule import Op
 
@@ -107,10 +107,11 @@ class Step:
         """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in."""
         if not microbatch.in_backward:  # else a recompute of a region that spans stages
             if stage <= microbatch.stage:
-                raise RamtorchError(
+                raise StageOrderError(
+                    name,
                     f"module '{name}', which begins stage {stage}, was entered while stage {microbatch.stage} ran: "
                     "each stage must be entered once per forward, in order. Cut elsewhere (stages=[...]), at modules "
-                    "that run once and in this order"
+                    "that run once and in this order",
                 )
             self._end_forward(microbatch)
             microbatch.prefetch((t for t in tree_leaves(arguments) if isinstance(t, Tensor)), stage)
