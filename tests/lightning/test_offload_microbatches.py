@@ -65,6 +65,36 @@ def test_microbatches_train_like_accumulated_batches(activations: str, gradients
     assert (found.strategy.updated > 0) == (gradients == "auto")
 
 
+class Tied(Net):
+    """Two of its blocks share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2][1].weight = self.blocks[0][1].weight
+
+
+class Scaled(Net):
+    """Every block reads one parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        return self.head(x)
+
+
+@pytest.mark.parametrize("net", [Tied, Scaled])
+def test_weights_that_several_chunks_use_differ_from_accumulation_in_the_last_place(net: Any) -> None:
+    found = fit(lambda: Classifier(net()), Chunked(), train=lambda: loader(16, 4)).record["weights"]
+    plain = fit(lambda: Classifier(net()), train=lambda: loader(16, 2), accumulate_grad_batches=2).record["weights"]
+    for name, tensor in plain.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_cross_once_per_pass() -> None:
     """Of three chunks, the last stays in its slot between its forward and backward visits."""
     assert compare(streaming={"window": 1}).strategy.transfers == 5
