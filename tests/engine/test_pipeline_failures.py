@@ -1,7 +1,9 @@
 """Errors, interruptions and the lifetime of what a step holds."""
 
+import contextlib
 import gc
 import signal
+import sys
 import threading
 import traceback
 import weakref
@@ -127,6 +129,36 @@ def test_ctrl_c_ends_a_step_whose_drivers_wait_and_the_next_step_works() -> None
             assert run(executor, training_step, batches(4)).gradients
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("instruction", range(1, 170, 3))
+def test_an_interruption_at_any_instruction_leaves_a_crew_that_works(instruction: int) -> None:
+    crew = Crew("interrupted")
+    left = instruction
+
+    def trace(frame: Any, event: str, _value: Any) -> Any:
+        nonlocal left
+        if frame.f_code is not Crew.run.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            crew.run([lambda: None, lambda: None], lambda _: None)
+    finally:
+        sys.settrace(former)
+    ran: list[int] = []
+    crew.run([lambda: ran.append(1), lambda: ran.append(2)], lambda _: None)
+    assert sorted(ran) == [1, 2]
+    crew.close()
+    assert not any(thread.name.startswith("interrupted") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 1]])

@@ -14,6 +14,38 @@ __all__ = ["Crew"]
 
 Job: TypeAlias = Callable[[], None]
 
+INTERRUPTIBLE_AFTER = 0.5
+"""Seconds: a signal that comes just before a wait begins does not end it, so waits are short."""
+
+
+class _Task:
+    """A job that runs at most once, in whatever thread takes it, and then lets go of it."""
+
+    def __init__(self, job: Job) -> None:
+        self.over = threading.Event()
+        self._job: Job | None = job
+        self._mutex = threading.Lock()
+
+    def run(self) -> None:
+        """Run the job, unless it was cancelled."""
+        job = self._take()
+        if job is not None:
+            try:
+                job()
+            finally:
+                del job  # nothing of a step may live on in an idle thread
+                self.over.set()
+
+    def cancel(self) -> None:
+        """A job that has not begun never will."""
+        if self._take() is not None:
+            self.over.set()
+
+    def _take(self) -> Job | None:
+        with self._mutex:
+            job, self._job = self._job, None
+        return job
+
 
 class Crew:
     """Runs jobs side by side on named threads; starts as many threads as the largest call needs.
@@ -24,56 +56,55 @@ class Crew:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._finalizer = weakref.finalize(self, _dismiss, self._jobs, self._threads)
+        self._finalizer = weakref.finalize(self, _dismiss, self._tasks, self._threads)
 
     def run(self, jobs: Sequence[Job], interrupt: Callable[[BaseException], None]) -> None:
         """Run all `jobs`, which must not raise, and return when the last has ended.
 
-        When the wait is interrupted (Ctrl-C), `interrupt` gets the exception and must make the jobs end; the exception
-        is raised after they have.
+        When this is interrupted (Ctrl-C), `interrupt` gets the exception and must make the jobs end; the exception is
+        raised after they have. It may come between any two instructions, so nothing is counted here.
         """
-        while len(self._threads) < len(jobs):
-            thread = threading.Thread(
-                target=_work, args=(self._jobs, self._done), name=f"{self.name}-{len(self._threads)}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
-        for job in jobs:
-            self._jobs.put(job)
-        left = len(jobs)
+        tasks = [_Task(job) for job in jobs]
         del jobs
         try:
-            while left:
-                self._done.get()
-                left -= 1
+            self._threads[:] = [thread for thread in self._threads if thread.ident is not None]
+            while len(self._threads) < len(tasks):
+                name = f"{self.name}-{len(self._threads)}"
+                thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            for task in tasks:
+                self._tasks.put(task)
+            for task in tasks:
+                while not task.over.wait(INTERRUPTIBLE_AFTER):
+                    pass
         except BaseException as interruption:
             interrupt(interruption)
-            while left:
-                self._done.get()
-                left -= 1
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                task.over.wait()
             raise
 
     def close(self) -> None:
         """End and join all threads. Idempotent; a later `run` starts new ones."""
-        _dismiss(self._jobs, self._threads)
+        _dismiss(self._tasks, self._threads)
 
 
-def _work(jobs: "queue.SimpleQueue[Job | None]", done: "queue.SimpleQueue[None]") -> None:
-    while (job := jobs.get()) is not None:
+def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
+    while (task := tasks.get()) is not None:
         try:
-            job()
+            task.run()
         finally:
-            del job  # nothing of a step may live on in an idle thread
-            done.put(None)
+            del task
 
 
-def _dismiss(jobs: "queue.SimpleQueue[Job | None]", threads: list[threading.Thread]) -> None:
+def _dismiss(tasks: "queue.SimpleQueue[_Task | None]", threads: list[threading.Thread]) -> None:
     for _ in threads:
-        jobs.put(None)
+        tasks.put(None)
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.ident is not None:
             thread.join()
     threads.clear()
