@@ -11,6 +11,7 @@ the parameter's size or one element; `"parameter"` if each parameter is updated 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -80,11 +81,17 @@ def why_whole(optimizer: Optimizer) -> str | None:
         return f"{name} is not known to update each parameter independently (see update_granularity)"
     if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is capturable or differentiable"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_optimizer_pre_hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_hooks():
         return f"{name} has step hooks"
     if _replaced_step(optimizer):
         return f"the step method of this {name} was replaced"
     return None
+
+
+def _global_hooks() -> bool:
+    """Whether code other than this package's, which takes care of its own parameters, hears of every step before it."""
+    hooks = _global_optimizer_pre_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("ramtorch_core.") for hook in hooks)
 
 
 def _replaced_step(optimizer: Optimizer) -> bool:
@@ -169,6 +176,11 @@ def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel 
         torch.autograd.graph.increment_version(each.weight.parameter)
 
 
+def _state_maker(kind: type[Optimizer]) -> Any:
+    """What makes the state of `kind`; the compiler wraps it, once for each class."""
+    return inspect.unwrap(getattr(kind, "_init_group", Optimizer.step))
+
+
 def is_decoupled(recipe: Recipe, weight: Weight) -> bool | None:
     """Whether weight decay is decoupled where torch's own Adam or AdamW updates a float32 weight; None elsewhere.
 
@@ -178,7 +190,7 @@ def is_decoupled(recipe: Recipe, weight: Weight) -> bool | None:
     state = recipe.optimizer.state.get(master, {})
     suits = (
         kind in (torch.optim.Adam, torch.optim.AdamW)
-        and getattr(type(recipe.optimizer), "_init_group", None) is getattr(kind, "_init_group", None)
+        and _state_maker(type(recipe.optimizer)) is _state_maker(kind)
         and master.dtype == torch.float32
         and master.stride() == weight.stride
         and not options["amsgrad"]

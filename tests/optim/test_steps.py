@@ -9,6 +9,7 @@ import torch
 from stream_cases import assert_same
 from torch import Tensor, nn
 
+from ramtorch_core.engine.pipeline.running_order import optimizers_follow
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import steps
@@ -286,3 +287,21 @@ def test_reasons_to_step_whole_are_named() -> None:
     assert why_whole(hooked) == "AdamW has step hooks"
     assert why_whole(AdamW(masters(), differentiable=True)) == "AdamW is capturable or differentiable"
     assert "LBFGS is not known" in str(why_whole(torch.optim.LBFGS(masters())))
+
+
+def test_a_hook_of_a_pipeline_on_every_step_is_no_reason_to_publish() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    handle = optimizers_follow({parameter: torch.device("meta")})
+    try:
+        assert why_whole(torch.optim.SGD([parameter], lr=0.1)) is None
+    finally:
+        handle.remove()
+
+
+def test_the_kernel_is_used_after_something_was_compiled() -> None:
+    """The compiler wraps the method with which each optimizer class makes its state."""
+    torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        weight = Weight("w", nn.Parameter(torch.ones(3)), ())
+        optimizer = kind([weight.parameter], lr=0.1)
+        assert steps.is_decoupled(Recipe(optimizer), weight) is (kind is torch.optim.AdamW)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -173,6 +174,7 @@ class PipelineRunner:
         self._executor.close()
         self._settle(stages)
         self._following = optimizers_follow({p: device for p, device in before.items() if p.device != device})
+        weakref.finalize(self, self._following.remove)
         log.warning(
             "modules run in another order than they are registered in, and %.0f %% of the weights were copied to where "
             "they are used. From now on they are there:\n%s",
