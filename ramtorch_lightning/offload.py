@@ -59,7 +59,8 @@ class OffloadStrategy(WaitingStrategy):
             "checkpoint" and are measured; then the fastest plan that fits is chosen between two steps, and logged.
         n_microbatches: into how many parts `training_step` gets each batch; fewer for smaller batches. All of them go
             through a chunk before the next one, so weights cross once per pass. Results are those of
-            `accumulate_grad_batches` with batches of that size, but for random operations, which draw other numbers.
+            `accumulate_grad_batches` with batches of that size, but for random operations, which draw other numbers,
+            and the last place of weights that several chunks share.
         gradients: "auto" updates each chunk on the host as soon as its gradients have arrived, while backward goes on,
             if nothing looks at gradients; the log says which way was taken, and why. `.grad` of streamed parameters is
             then None. "published" always steps the optimizer over `.grad`, after backward.
