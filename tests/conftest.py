@@ -1,5 +1,6 @@
 """What every test gets: one compute thread, fixed seeds, and proof that no thread outlives it."""
 
+import logging
 import os
 import random
 import threading
@@ -47,6 +48,17 @@ def fixed_seeds() -> None:
     except ImportError:
         return
     np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_usual() -> Iterator[None]:
+    """What a test does to Lightning's loggers, as by running a benchmark, ends with it."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    before = [(logger.level, logger.propagate, logger.disabled) for logger in loggers]
+    yield
+    for logger, (level, propagate, disabled) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.disabled = propagate, disabled
 
 
 @pytest.fixture(autouse=True)

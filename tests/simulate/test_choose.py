@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate import ChunkCost, Machine, Optimizer, StreamingPlan, choose, chunk_cost, simulate_streaming
-from ramtorch_core.simulate.choose import TOLERANCE, WINDOWS, pins, describe
+from ramtorch_core.simulate.choose import TOLERANCE, WINDOWS, describe, pins
 
 MACHINE = Machine(
     h2d=50e9, d2h=50e9, both_ways=90e9, host_memory=110e9, gpu_bytes=24e9, host_update=0.3e-9, gpu_update=0.01e-9
