@@ -21,7 +21,7 @@ from ramtorch_core.memory.device import Device, Event, Stream
 from ramtorch_core.memory.gradient_books import Book, Gradient
 from ramtorch_core.memory.host import Arena, aligned
 from ramtorch_core.memory.ranges import FOR_GRADIENTS, Kind
-from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.memory.weights import Weight, WeightGroup, as_vector
 
 BOUNCE_BYTES = 32 << 20
 SMALL_BYTES = 1 << 20
@@ -93,7 +93,7 @@ class Gradients:
         staged: dict[Weight, Tensor] = {}
         offset = 0
         with torch.no_grad(), torch.inference_mode(False):
-            flats = [_flatten(_Run([weight], [grad], False)) for weight, grad in grads.items()]
+            flats = [weight.flatten(grad) for weight, grad in grads.items()]
             produced = self.device.record()
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
@@ -132,7 +132,7 @@ class Gradients:
         """
         book = self._books[group]
         hosts = {weight: book.gradients.pop(weight).host for weight in weights}
-        return {weight: torch.as_strided(host, (host.numel(),), (1,)) for weight, host in hosts.items()}
+        return {weight: as_vector(host) for weight, host in hosts.items()}
 
     def finish(self) -> None:
         """Wait until every gradient has arrived; publish them unless `hold`."""
@@ -259,7 +259,7 @@ class Gradients:
         first = book.gradients[run.weights[0]]
         dtype = run.weights[0].parameter.dtype
         if len(run.weights) == 1:
-            region = torch.as_strided(first.host, (flat.numel(),), (1,))
+            region = as_vector(first.host)
         else:
             start = first.offset
             region = first.arena.flat[start : start + flat.numel() * dtype.itemsize].view(dtype)
@@ -281,7 +281,7 @@ class Gradients:
         known = gradient.wide is not None and gradient.version == gradient.host._version
         if gradient.wide is None:
             gradient.wide = book.widen(weight)
-        wide = torch.as_strided(gradient.wide, (flat.numel(),), (1,))
+        wide = as_vector(gradient.wide)
         for (total, piece, bounce), narrow in zip(
             self._pieces(wide, flat, torch.float32), region.split(BOUNCE_BYTES // 4), strict=True
         ):
@@ -310,10 +310,5 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 def _flatten(run: _Run) -> Tensor:
     """The gradients of a run as one vector in the memory order of their masters."""
-    flats = []
-    for weight, grad in zip(run.weights, run.grads, strict=True):
-        if grad.stride() != weight.stride:
-            dense = torch.empty_strided(weight.size, weight.stride, dtype=grad.dtype, device=grad.device)
-            grad = dense.copy_(grad)
-        flats.append(torch.as_strided(grad, (grad.numel(),), (1,), grad.storage_offset()))
+    flats = [weight.flatten(grad) for weight, grad in zip(run.weights, run.grads, strict=True)]
     return flats[0] if len(flats) == 1 else torch.cat(flats)

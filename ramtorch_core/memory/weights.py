@@ -95,7 +95,7 @@ class Weight:
         if tensor.stride() != self.stride:
             dense = torch.empty_strided(self.size, self.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = dense.copy_(tensor)
-        return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+        return as_vector(tensor)
 
     def view(self, buffer: Tensor) -> Tensor:
         """This weight inside `buffer` (bytes, uint8) that holds a copy of its group."""
@@ -201,6 +201,11 @@ def separate(groups: Iterable[WeightGroup]) -> None:
     for weight in built:
         if homes.get(_storage(weight.parameter), weight) is not weight:
             weight.parameter.data = weight.parameter.data.clone()
+
+
+def as_vector(tensor: Tensor) -> Tensor:
+    """A tensor that fills its memory without gaps as a vector, in the order of that memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ramtorch_core.memory.weights import dense_stride
+from ramtorch_core.memory.weights import as_vector, dense_stride
 from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, takes
 from ramtorch_core.optim.rounding import derive_key, random_bits, store
 
@@ -238,11 +238,15 @@ def update_in_torch(update: AdamWeight) -> None:
     """
     master, device = update.master, update.master.device
     dense = master.stride() == update.exp_avg.stride()
-    stored = [_flat(master if dense else master.contiguous()), _flat(update.exp_avg), _flat(update.exp_avg_sq)]
+    stored = [
+        as_vector(master if dense else master.contiguous()),
+        as_vector(update.exp_avg),
+        as_vector(update.exp_avg_sq),
+    ]
     if update.max_exp_avg_sq is not None:
-        stored.append(_flat(update.max_exp_avg_sq))
-    grads, step = _flat(update.grad), torch.full((), float(update.step), device=device)
-    shadow = None if update.shadow is None else _flat(update.shadow)
+        stored.append(as_vector(update.max_exp_avg_sq))
+    grads, step = as_vector(update.grad), torch.full((), float(update.step), device=device)
+    shadow = None if update.shadow is None else as_vector(update.shadow)
     block = BLOCK["cpu" if device.type == "cpu" else "cuda"]
     for start in range(0, master.numel(), block):
         piece = slice(start, min(start + block, master.numel()))
@@ -272,10 +276,6 @@ def update_in_torch(update: AdamWeight) -> None:
             shadow[piece].copy_(p)
     if not dense:
         master.copy_(stored[0].view(master.size()))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def _check(group: Mapping[str, Any]) -> None:

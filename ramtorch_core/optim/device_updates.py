@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.memory.homes import Homes
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, finish
-from ramtorch_core.memory.weights import Weight
+from ramtorch_core.memory.weights import Weight, as_vector
 from ramtorch_core.optim.pieces import Route, Row, Slice, cut, fused_options
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, is_decoupled
 from ramtorch_core.optim.updater import GroupUpdate, Updater, note_update
@@ -180,13 +179,9 @@ class DeviceUpdater(Updater):
             master.data = self._homes.bring(master, "master", master.detach(), weight.stride)
         tensors = (master.detach(), state["exp_avg"], state["exp_avg_sq"])
         return Row(
-            tuple(map(_flat, tensors)),
+            tuple(map(as_vector, tensors)),
             float(state["step"]) + 1,
             incoming=each.earlier,
             grad=each.grad,
-            shadow=None if weight.own_shadow else _flat(weight.shadow),
+            shadow=None if weight.own_shadow else as_vector(weight.shadow),
         )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))

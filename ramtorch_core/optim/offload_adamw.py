@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.homes import Homes
-from ramtorch_core.memory.weights import dense_stride
+from ramtorch_core.memory.weights import as_vector, dense_stride
 from ramtorch_core.optim.pieces import Route, Row, check_piece_bytes, cut, fused_options
 
 SLOTS = 2
@@ -122,7 +122,7 @@ class OffloadAdamW(torch.optim.AdamW):
         if grad.stride() != stride or grad.dtype != parameter.dtype:
             grad = torch.empty_strided(parameter.size(), stride, dtype=parameter.dtype).copy_(grad)
         tensors = (parameter.detach(), *(state[name] for name in _state_names(group)))
-        return Row(tuple(map(_flat, tensors)), float(state["step"]), incoming=_flat(grad))
+        return Row(tuple(map(as_vector, tensors)), float(state["step"]), incoming=as_vector(grad))
 
     def _update_in_place(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Step parameters that are on a device."""
@@ -145,7 +145,3 @@ class OffloadAdamW(torch.optim.AdamW):
 
 def _state_names(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))

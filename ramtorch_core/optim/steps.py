@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ramtorch_core.memory.weights import Weight
+from ramtorch_core.memory.weights import Weight, as_vector
 from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
 from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, takes
 
@@ -259,7 +259,7 @@ def _update(each: WeightUpdate, scale: float) -> None:
     views = _flat_state(state, weight) if recipe.granularity is Granularity.ELEMENT and state else None
     if views is None or master.stride() != weight.stride or master.numel() == 0:
         grad = torch.empty_strided(weight.size, weight.stride, dtype=master.dtype)
-        _flat(grad).copy_(each.grad)
+        as_vector(grad).copy_(each.grad)
         if scale != 1.0:
             grad.mul_(scale)
         master.grad = grad
@@ -269,8 +269,8 @@ def _update(each: WeightUpdate, scale: float) -> None:
         if shadow is not None:
             shadow.copy_(master)
         return
-    flat, scratch = _flat(master), torch.empty(min(BLOCK, master.numel()), dtype=master.dtype)
-    flat_shadow = None if shadow is None else _flat(shadow)
+    flat, scratch = as_vector(master), torch.empty(min(BLOCK, master.numel()), dtype=master.dtype)
+    flat_shadow = None if shadow is None else as_vector(shadow)
     last: dict[str, Any] = {}
     made: dict[str, Tensor] = {}  # state that this step adds
     for start in range(0, flat.numel(), BLOCK):
@@ -286,7 +286,7 @@ def _update(each: WeightUpdate, scale: float) -> None:
             if key not in state and isinstance(value, Tensor) and value.size() == block.size() != master.size():
                 if key not in made:
                     made[key] = torch.empty_strided(weight.size, weight.stride, dtype=value.dtype)
-                _flat(made[key])[piece].copy_(value)
+                as_vector(made[key])[piece].copy_(value)
         for key, view in cut.items():
             if last[key] is not view:
                 view.copy_(last[key])
@@ -311,12 +311,8 @@ def _flat_state(state: Mapping[str, Any], weight: Weight) -> dict[str, Tensor] |
             continue
         if value.size() != weight.size or value.stride() != weight.stride:
             return None
-        views[key] = _flat(value)
+        views[key] = as_vector(value)
     return views
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def _snapshot(value: Any) -> Any:
