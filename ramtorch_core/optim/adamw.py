@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ramtorch_core.memory.weights import as_vector, dense_stride
-from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, takes
+from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, adam_rates, takes
 from ramtorch_core.optim.rounding import derive_key, random_bits, store
 
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -198,7 +198,6 @@ class AdamW(Optimizer):
                 moment = torch.empty_strided(size, stride, dtype=options["moments"], device=parameter.device)
                 state[key] = moment.zero_() if known is None else moment.copy_(known)
         step = int(state["step"]) + 1
-        beta1, beta2 = map(float, options["betas"])
         return AdamWeight(
             parameter.detach(),
             state["exp_avg"],
@@ -206,11 +205,7 @@ class AdamW(Optimizer):
             grad,
             shadow,
             step=step,
-            lr=float(options["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
+            **adam_rates(options),
             decoupled=True,
             grad_scale=-grad_scale if options["maximize"] else grad_scale,
             key=derive_key(options["seed"], position, step),

@@ -19,7 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ class AdamWeight:
     key: int = 0
     max_exp_avg_sq: Tensor | None = None
     compiled: bool = True
+
+
+def adam_rates(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`lr`, `beta1`, `beta2`, `eps` and `weight_decay` of a parameter group, for optimizers like Adam."""
+    beta1, beta2 = map(float, options["betas"])
+    return {key: float(options[key]) for key in ("lr", "eps", "weight_decay")} | {"beta1": beta1, "beta2": beta2}
 
 
 def takes(

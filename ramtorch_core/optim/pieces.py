@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned
+from ramtorch_core.optim.compiled import adam_rates
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -211,9 +212,7 @@ class Route:
 
 def fused_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """What torch's fused kernel takes of a parameter group's options."""
-    beta1, beta2 = map(float, group["betas"])
-    options = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
-    return {**options, "beta1": beta1, "beta2": beta2, "amsgrad": group["amsgrad"], "maximize": group["maximize"]}
+    return {**adam_rates(group), "amsgrad": group["amsgrad"], "maximize": group["maximize"]}
 
 
 def _gradient(slot: Slot, each: Slice, dtype: torch.dtype) -> Tensor:

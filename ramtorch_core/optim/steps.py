@@ -26,7 +26,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ramtorch_core.memory.weights import Weight, as_vector
 from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
-from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, takes
+from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_rates, takes
 
 BLOCK = 1 << 20
 """Elements: a block's gradient, master and two moments take 16 MB in float32."""
@@ -219,18 +219,13 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     moments = state["exp_avg"], state["exp_avg_sq"]
     if any(moment.stride() != weight.stride for moment in moments):
         return None
-    beta1, beta2 = map(float, options["betas"])
     return AdamWeight(
         master.detach(),
         *moments,
         each.grad,
         shadow,
         step=int(state["step"]) + 1,
-        lr=float(options["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(options["eps"]),
-        weight_decay=float(options["weight_decay"]),
+        **adam_rates(options),
         decoupled=decoupled,
         grad_scale=scale,
     )
