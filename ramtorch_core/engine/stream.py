@@ -111,6 +111,7 @@ class Streamer:
         self._backwards.visit_over = self._visits.close_backward
         self._backwards.finished, self._backwards.failed = self._finish_backward, self.abandon
         self._depth, self._lending = 0, False  # scopes, one inside another
+        self._compiled = False  # a part of the tree, in the step under way
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
         self._entrances = Entrances(self, self._inventory, self._visits, self.updates.watching.pause)
         self._step_hook = tell_of_steps(weakref.ref(self))
@@ -211,9 +212,7 @@ class Streamer:
         self._depth += 1
         failed = True
         try:
-            with (
-                self.updates.watching.watch(compiled=is_compiled(self.root)) if outermost else contextlib.nullcontext()
-            ):
+            with self.updates.watching.watch(compiled=self._compiled) if outermost else contextlib.nullcontext():
                 yield
             failed = False
         except RuntimeError as error:
@@ -312,7 +311,8 @@ class Streamer:
                 self._learning.forget()
             self._build(ambient if ambient is not None or not built else self.dtypes.compute)
         self.new_epoch()
-        self._learning.begin_step(self.groups, compiled=is_compiled(self.root))
+        self._compiled = is_compiled(self.root)
+        self._learning.begin_step(self.groups, compiled=self._compiled)
 
     def _finish_step(self) -> None:
         self.follower.finish_step()
