@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from ramtorch_core import ConfigurationError
+from ramtorch_core import ConfigurationError, Streamer
 from ramtorch_core.pipeline import batch_size
 from ramtorch_core.traces import FOR_GRADIENTS, FOR_STAGE, FOR_TRANSFER, FOR_UPDATE, Kind, Listener, Mark, Range
 from ramtorch_lightning._lightning import pl
@@ -36,6 +36,7 @@ class _Monitor(pl.Callback):
     """
 
     prefix = ""
+    watches: type[Any]  # the strategy
 
     def __init__(
         self,
@@ -76,6 +77,11 @@ class _Monitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
+        if not isinstance(trainer.strategy, self.watches):
+            raise ConfigurationError(
+                f"{type(self).__name__} watches {self.watches.__name__}, but the Trainer has "
+                f"{type(trainer.strategy).__name__}: leave it out"
+            )
         self._listeners = self._listen(trainer)
         self._resume(trainer)
 
@@ -153,6 +159,7 @@ class OffloadMonitor(_Monitor):
     """
 
     prefix = "offload"
+    watches = OffloadStrategy
 
     @override
     def _forget(self) -> None:
@@ -163,12 +170,8 @@ class OffloadMonitor(_Monitor):
 
     @override
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
-        strategy = trainer.strategy
-        if not isinstance(strategy, OffloadStrategy):
-            raise ConfigurationError(
-                f"OffloadMonitor watches OffloadStrategy, but the Trainer has {type(strategy).__name__}: leave it out"
-            )
-        self._streamer = strategy.streamer
+        strategy: Any = trainer.strategy
+        self._streamer: Streamer = strategy.streamer
         return [self._streamer.device.ranges.listen()]
 
     @override
@@ -244,14 +247,11 @@ class PipelineMonitor(_Monitor):
     """
 
     prefix = "pipeline"
+    watches = PipelineStrategy
 
     @override
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PipelineStrategy):
-            raise ConfigurationError(
-                f"PipelineMonitor watches PipelineStrategy, but the Trainer has {type(strategy).__name__}: leave it out"
-            )
+        strategy: Any = trainer.strategy
         listeners = [device.ranges.listen() for device in strategy.runner.devices]
         self._ended: list[list[Range]] = [[] for _ in listeners]
         return listeners
@@ -268,8 +268,7 @@ class PipelineMonitor(_Monitor):
 
     @override
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
-        strategy = trainer.strategy
-        assert isinstance(strategy, PipelineStrategy)
+        strategy: Any = trainer.strategy
         lanes = [_batches(ended) for ended in self._ended]
         complete = min(map(len, lanes)) - 1  # the device may be at work on the last one
         figures: dict[str, float] = {}
