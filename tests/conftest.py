@@ -61,6 +61,14 @@ def logs_as_usual() -> Iterator[None]:
         logger.propagate, logger.disabled = propagate, disabled
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Operations that have a deterministic implementation use it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """A test fails when a thread that it started is still alive shortly after its end."""

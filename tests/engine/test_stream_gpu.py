@@ -8,7 +8,6 @@ import copy
 import gc
 import os
 import warnings
-from collections.abc import Iterator
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -21,14 +20,7 @@ from torch import Tensor, nn
 from ramtorch_core import attach
 from ramtorch_core.memory.device import Device
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def steps_equal(

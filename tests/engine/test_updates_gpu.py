@@ -7,7 +7,6 @@ both orders of "gradients arrive" and "the weights are needed again" come up.
 import copy
 import os
 import time
-from collections.abc import Iterator
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -21,14 +20,7 @@ from ramtorch_core.optim import updater
 
 DEVICE = "cuda"
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 @pytest.fixture(params=[0.0, 0.01], ids=["fast", "slow"])

@@ -7,7 +7,7 @@ updates, the copies back and the thread are late, so that every order comes up i
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -27,14 +27,7 @@ CYCLES = 1_000_000  # about half a millisecond
 PIECE_BYTES = 1 << 18
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 class Late(pieces.Route):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_updates_cases import LIMIT, Occasion
 from torch import nn
 
 from ramtorch_core import RamtorchError
@@ -16,25 +17,6 @@ from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import updater as module
 from ramtorch_core.optim.steps import Recipe, WeightUpdate
 from ramtorch_core.optim.updater import GroupUpdate, Updater
-
-LIMIT = 20.0
-
-
-class Arrival:
-    """An event that a test lets happen."""
-
-    def __init__(self) -> None:
-        self._happened, self.awaited = threading.Event(), threading.Event()
-
-    def happen(self) -> None:
-        self._happened.set()
-
-    def synchronize(self) -> None:
-        self.awaited.set()
-        assert self._happened.wait(LIMIT)
-
-    def query(self) -> bool:
-        return self._happened.is_set()
 
 
 class Work:
@@ -77,7 +59,7 @@ def test_no_thread_exists_before_the_first_update_and_none_after_close(work: Wor
 
 
 def test_while_backward_runs_groups_are_updated_in_order_of_arrival_and_then_the_lowest_first(work: Work) -> None:
-    first = Arrival()
+    first = Occasion()
     work.submit(4, arrived=first)
     assert first.awaited.wait(LIMIT)
     for index in (1, 3, 0, 2):
@@ -87,7 +69,7 @@ def test_while_backward_runs_groups_are_updated_in_order_of_arrival_and_then_the
     work.updater.wait()
     assert work.updater.order == [4, 0, 1, 2, 3]
     work.updater.begin(None)
-    first = Arrival()
+    first = Occasion()
     work.submit(4, arrived=first)
     assert first.awaited.wait(LIMIT)
     for index in (1, 3, 0):
@@ -99,7 +81,7 @@ def test_while_backward_runs_groups_are_updated_in_order_of_arrival_and_then_the
 
 
 def test_nothing_is_updated_before_its_gradients_have_arrived_and_waiting_is_for_one_group(work: Work) -> None:
-    late = Arrival()
+    late = Occasion()
     work.submit(0)
     work.updater.wait(work.groups[0])
     work.submit(1, arrived=late)
@@ -144,7 +126,7 @@ def test_close_finishes_what_was_submitted(work: Work) -> None:
 
 
 def test_an_error_is_raised_once_and_drops_what_had_not_begun(work: Work) -> None:
-    first = Arrival()
+    first = Occasion()
     work.submit(0, arrived=first, size=3)
     work.submit(1)
     first.happen()
