@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
 from torch import Tensor, nn
 
+from ramtorch_core.engine.lend import is_lent
+from ramtorch_core.engine.pipeline.crossing import Cut
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
 from ramtorch_core.plan.itinerary import format_itinerary
@@ -193,3 +195,22 @@ def test_closing_leaves_a_plain_module_on_the_host(streamed: Make) -> None:
     runner.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     loss_of(model.training_step(batches(1)[0])).backward()
+
+
+def test_copies_that_stay_on_a_stages_device_are_no_tensors_of_another_stage(
+    streamed: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were lent before the step, but their gradients must not go to the device of the first stage."""
+    handed: list[Tensor] = []
+    begin = Cut.__init__
+
+    def recorded(self: Cut, source: Tensor, origin: int) -> None:
+        handed.append(source)
+        begin(self, source, origin)
+
+    monkeypatch.setattr(Cut, "__init__", recorded)
+    model = Chain(4)
+    runner = streamed(model, resident_below=100)
+    train(runner, model, batches(3), 0, None)
+    assert handed
+    assert not any(map(is_lent, handed))
