@@ -4,11 +4,12 @@
     python benchmarks/peers.py --systems ours "ours:pin=2,window=3" resident fsdp --tokens 16k --rounds 3
     python benchmarks/peers.py --device cpu --layers 2 --width 128 --tokens 64,128 --batch-tokens 64 --length 64
 
-Systems: `ours` (OffloadStrategy through the Trainer), `resident` (the ordinary Trainer, everything on the device),
-`fsdp` (Lightning's FSDPStrategy with cpu_offload), `deepspeed` (Lightning's stage 3 with optimizer and parameters
-offloaded), `ramtorch-1.6.4` and `ramtorch-1.11.0` (OffloadModel in a plain loop). After a colon come keyword arguments
-for the system's own class, so variants can be compared: `ours:n_microbatches=4` then gets four batches at once. All
-checkpoint every block; `fsdp:inner=True` lets Lightning put the checkpoints inside FSDP's units, not around them.
+Systems: `ours` (OffloadStrategy through the Trainer), `engine` (the same engine in a plain loop), `resident` (the
+ordinary Trainer, everything on the device), `fsdp` (Lightning's FSDPStrategy with cpu_offload), `deepspeed`
+(Lightning's stage 3 with optimizer and parameters offloaded), `ramtorch-1.6.4` and `ramtorch-1.11.0` (OffloadModel in a
+plain loop). After a colon come keyword arguments for the system's own class, so variants can be compared:
+`ours:n_microbatches=4` then gets four batches at once. All checkpoint every block; `fsdp:inner=True` lets Lightning put
+the checkpoints inside FSDP's units, not around them.
 
 Each run is a process of its own with a time limit, and the rounds go through all systems in turn, so that a drift of
 the machine meets all alike. A run measures all sizes one after the other; steps of more than --batch-tokens accumulate
@@ -40,7 +41,7 @@ from reference import count_parameters
 
 HERE = Path(__file__).parent
 RAMTORCH = ("1.6.4", "1.11.0")
-DEFAULT = ["ours", "resident", "fsdp", "deepspeed", *(f"ramtorch-{version}" for version in RAMTORCH)]
+DEFAULT = ["ours", "engine", "resident", "fsdp", "deepspeed", *(f"ramtorch-{version}" for version in RAMTORCH)]
 GPU_ONLY = {"fsdp": "Lightning's FSDP needs a GPU", "deepspeed": "DeepSpeed's stage 3 needs a GPU"}
 LIBRARIES = ("torch", "lightning", "ramtorch-lightning", "deepspeed")
 

@@ -11,6 +11,7 @@ tearing down, which is not measured and takes long with tens of gigabytes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import itertools
@@ -155,6 +156,33 @@ def ours(job: Job, results: Path) -> None:
     fit(module, strategy, job.device)
 
 
+def engine(job: Job, results: Path) -> None:
+    """The engine of `ours` in a plain loop: what Lightning and the strategy add is the difference."""
+    from ramtorch_core import attach
+
+    if job.host_memory is not None:
+        job.options.setdefault("host_memory", job.host_memory)
+    net = nn.ModuleList(build(job.layers, job.width))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
+    streamer = attach(net, device=job.device, overlapped=True, **job.options)
+    streamer.updates.run_on = True
+    streamed = sum(row.parameters for row in streamer.chunk_table() if row.placement == "streamed")
+    for feed in job.feeds(1, lambda: {"streamed": streamed}, results):
+        for index, (x, y) in enumerate(feed, 1):
+            steps = index % feed.size.batches == 0
+            with torch.autocast(job.device, dtype=torch.bfloat16, cache_enabled=False):
+                output = x.to(job.device)
+                for module in net:
+                    output = module(output)
+                loss = loss_function(output, y.to(job.device))
+            with streamer.updates.overlap(optimizer) if steps else contextlib.nullcontext():
+                (loss / feed.size.batches).backward()
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            feed.losses[-1].append(loss.detach())
+
+
 def resident(job: Job, results: Path) -> None:
     if job.options:
         raise ValueError(f"resident takes no options, not {', '.join(job.options)}")
@@ -204,6 +232,7 @@ def ramtorch(job: Job, results: Path) -> None:
 
 SYSTEMS: dict[str, Callable[[Job, Path], None]] = {
     "ours": ours,
+    "engine": engine,
     "resident": resident,
     "fsdp": fsdp,
     "deepspeed": deepspeed,

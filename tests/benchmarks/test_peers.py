@@ -23,7 +23,7 @@ VARIANT = "ours:resident_below=0,window=1"
 @pytest.mark.timeout(180)
 def test_every_system_gets_a_row_with_figures_or_a_reason(tmp_path: Path) -> None:
     """Accumulated batches, a variant, a system that needs a GPU, one that is missing and one that fails."""
-    chosen = [VARIANT, "resident", "fsdp", "ramtorch-1.6.4", "ours:nonsense=1"]
+    chosen = [VARIANT, "engine:resident_below=0", "resident", "fsdp", "ramtorch-1.6.4", "ours:nonsense=1"]
     command = [sys.executable, peers.__file__, *SMALL.split(), "--systems", *chosen]
     command += ["--ramtorch-1.6.4", str(tmp_path), "--json", str(tmp_path / "out.json")]
     command += ["--chart", str(tmp_path / "out.png")]
@@ -49,7 +49,7 @@ def test_every_system_gets_a_row_with_figures_or_a_reason(tmp_path: Path) -> Non
         assert row["losses"] == rows["resident", tokens]["losses"]  # on a CPU to the last bit
         assert len(row["losses"]) == 3
         assert row["steps_before"] == (0 if tokens == 32 else 3)
-    assert list(rows[VARIANT, 32]["ratios"]) == ["resident"]
+    assert list(rows[VARIANT, 32]["ratios"]) == ["engine:resident_below=0", "resident"]
     assert set(rows[VARIANT, 32]["rates"]) == {"h2d", "d2h", "host"}
     assert rows["resident", 32]["rates"] == {}
 
