@@ -25,17 +25,18 @@ REPEATS = 5
 ADAMW_BYTES = 28
 
 
-def needed_bytes(streamed: int, crossings: int) -> dict[str, int]:
+def needed_bytes(streamed: int, crossings: int, moment: int = 4) -> dict[str, int]:
     """Bytes of one optimizer step that `streamed` parameters in RAM cannot do without, whatever a system moves in fact.
 
     Float32 masters, half-precision copies, activations recomputed or kept, AdamW on the host; `crossings` is how many
     times the model is gone through per step (batches accumulated). To the device: 2 bytes for the forward and 2 for the
     backward of each crossing. To the host: the gradient once, 2 bytes, or 4 when it was summed over several crossings.
-    Host memory: 28 bytes of AdamW, and every byte that crosses the bus.
+    Host memory: 28 bytes of AdamW, 20 if a `moment` has 2 bytes instead of 4, and every byte that crosses the bus.
     """
     to_device = 4 * crossings * streamed
     to_host = (2 if crossings == 1 else 4) * streamed
-    return {"h2d": to_device, "d2h": to_host, "host": ADAMW_BYTES * streamed + to_device + to_host}
+    update = ADAMW_BYTES - 2 * 2 * (4 - moment)  # two moments, read and written
+    return {"h2d": to_device, "d2h": to_host, "host": update * streamed + to_device + to_host}
 
 
 def fastest(work: Callable[[], object], synchronize: Callable[[], object]) -> float:

@@ -44,7 +44,8 @@ def row_of(runs: Sequence[Record], limits: dict[str, float | None], parameters: 
         return row
     laps = [lap for run in done for lap in run["laps"][run["warm_up"] :]]
     seconds = statistics.median(laps)
-    needed = needed_bytes(done[0].get("streamed", parameters), done[0]["batches"])
+    facts = done[0]
+    needed = needed_bytes(facts.get("streamed", parameters), facts["batches"], facts.get("moment_bytes", 4))
     rates = {name: needed[name] / seconds for name in RATES} if needed["host"] else {}
     return row | {
         "seconds": seconds,

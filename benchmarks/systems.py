@@ -30,6 +30,9 @@ from reference import Block, Head, build, loss_function
 from torch import Tensor, nn
 from workload import RATE, Stack, make_trainer
 
+import ramtorch_core
+from ramtorch_lightning import OffloadStrategy
+
 
 @dataclass
 class Job:
@@ -101,9 +104,15 @@ def _value(node: ast.expr) -> Any:
 
 
 class Fed(Stack):
-    """The stack, one feed per epoch."""
+    """The stack, one feed per epoch; `moments` other than None are the dtype of our own AdamW's."""
 
     feeds: list[Feed]
+    moments: torch.dtype | None = None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.moments is None:
+            return super().configure_optimizers()
+        return ramtorch_core.AdamW(self.parameters(), lr=RATE, moments=self.moments)
 
     def train_dataloader(self) -> Feed:
         return self.feeds[self.trainer.current_epoch]
@@ -141,16 +150,17 @@ def fit(module: Fed, strategy: Any, device: str) -> None:
 
 
 def ours(job: Job, results: Path) -> None:
-    from ramtorch_lightning import OffloadStrategy
-
     if job.host_memory is not None:
         job.options.setdefault("host_memory", job.host_memory)
+    moments = job.options.pop("moments", None)
     strategy = OffloadStrategy(**job.options)
     module = Fed(job.layers, job.width, checkpointed=False)
+    module.moments = moments
 
     def facts() -> Record:
         rows = strategy.chunk_table()
-        return {"streamed": sum(row.parameters for row in rows if row.placement == "streamed")}
+        streamed = sum(row.parameters for row in rows if row.placement == "streamed")
+        return {"streamed": streamed, "moment_bytes": (moments or torch.float32).itemsize}
 
     module.feeds = job.feeds(job.options.get("n_microbatches", 1), facts, results)
     fit(module, strategy, job.device)
@@ -158,13 +168,11 @@ def ours(job: Job, results: Path) -> None:
 
 def engine(job: Job, results: Path) -> None:
     """The engine of `ours` in a plain loop: what Lightning and the strategy add is the difference."""
-    from ramtorch_core import attach
-
     if job.host_memory is not None:
         job.options.setdefault("host_memory", job.host_memory)
     net = nn.ModuleList(build(job.layers, job.width))
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
-    streamer = attach(net, device=job.device, overlapped=True, **job.options)
+    streamer = ramtorch_core.attach(net, device=job.device, overlapped=True, **job.options)
     streamer.updates.run_on = True
     streamed = sum(row.parameters for row in streamer.chunk_table() if row.placement == "streamed")
     for feed in job.feeds(1, lambda: {"streamed": streamed}, results):

@@ -110,6 +110,7 @@ def test_parameters_are_counted_without_building_the_stack() -> None:
 def test_needed_bytes_grow_with_the_crossings() -> None:
     assert limits.needed_bytes(10, 1) == {"h2d": 40, "d2h": 20, "host": 340}
     assert limits.needed_bytes(10, 4) == {"h2d": 160, "d2h": 40, "host": 480}
+    assert limits.needed_bytes(10, 1, moment=2) == {"h2d": 40, "d2h": 20, "host": 260}
 
 
 def test_a_row_is_the_median_over_all_rounds_and_names_a_round_that_failed() -> None:
