@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ramtorch_core import ChunkRow, ChunkSpec, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
+from ramtorch_core import ChunkRow, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
 from ramtorch_core.advice import advise
 from ramtorch_core.offload import check_options
 from ramtorch_core.tuning import Auto, Wish
@@ -25,6 +25,7 @@ from ramtorch_lightning._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
+from ramtorch_lightning.arguments import ChunkSpec, Device
 from ramtorch_lightning.chunks import chunk_spec, warn_of_unused_chunks
 from ramtorch_lightning.microbatches import SplitFn
 from ramtorch_lightning.overlap import StepPath
@@ -100,7 +101,7 @@ class OffloadStrategy(WaitingStrategy):
         updates: Literal["host", "auto"] | float | list[str] = "host",
         stream_dtype: Literal["auto"] | torch.dtype | dict[str, torch.dtype] = "auto",
         resident_below: int = 2**20,
-        device: str | int | torch.device | None = None,
+        device: Device = None,
         host_memory: int | None = None,
         gpu_memory: int | str | None = None,
         split_fn: SplitFn | None = None,

@@ -11,13 +11,11 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ramtorch_core import ChunkSpec, ConfigurationError, format_rows
+from ramtorch_core import ConfigurationError, format_rows
 from ramtorch_core.advice import advise_pipeline
 from ramtorch_core.pipeline import (
     PipelineRunner,
-    ScheduleSpec,
     StageRow,
-    StageSpec,
     StreamOptions,
     format_stage_rows,
     join,
@@ -35,6 +33,7 @@ from ramtorch_lightning._lightning import (
     pl,
     rank_zero_info,
 )
+from ramtorch_lightning.arguments import ChunkSpec, Devices, ScheduleSpec, StageSpec
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
@@ -90,7 +89,7 @@ class PipelineStrategy(MicrobatchedStrategy):
 
     def __init__(
         self,
-        devices: list[int] | list[str] | list[torch.device] | None = None,
+        devices: Devices = None,
         schedule: ScheduleSpec = "staggered_1b1f",
         n_microbatches: int = 4,
         stages: StageSpec = None,
