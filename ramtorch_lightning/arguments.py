@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ramtorch_core import ChunkSpec
     from ramtorch_core.pipeline import ScheduleSpec, StageSpec
 
-    Device = str | int | torch.device | None
+    Device = int | str | torch.device | None
     Devices = list[int] | list[str] | list[torch.device] | None
 else:
     ChunkSpec = str | list[str] | None
     StageSpec = list[str] | Callable[[nn.Module], list[str]] | None
     ScheduleSpec = str
-    Device = str | int | None
+    Device = int | str | None  # what is a number is read as one
     Devices = list[int] | list[str] | None
 
 __all__ = ["ChunkSpec", "Device", "Devices", "ScheduleSpec", "StageSpec"]

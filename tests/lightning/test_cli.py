@@ -116,6 +116,13 @@ def test_knobs_may_be_left_to_be_chosen() -> None:
     assert strategy._wish.gpu_memory == 20_000_000_000
 
 
+def test_a_number_is_read_as_one_where_text_is_allowed_too() -> None:
+    given = ["device=1", "window=auto", "gpu_memory=20000000000"]
+    cli = command_line(f"{STRATEGY}=offload", *(f"{STRATEGY}.{each}" for each in given), kind=Parsing)
+    init = cli.config.trainer.strategy.init_args
+    assert (init.device, init.gpu_memory) == (1, 20_000_000_000)
+
+
 def test_devices_come_from_the_strategy_or_the_trainer() -> None:
     given = command_line(f"{STRATEGY}=pipeline", f"{STRATEGY}.devices=[cpu,cpu,cpu]").trainer.strategy
     assert given.parallel_devices == [torch.device("cpu")] * 3
