@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 
@@ -135,6 +136,9 @@ class Inventory:
             needed = min(needed, STAGING_BUFFERS * max(gradients))
         if limit is not None or not self.built:
             needed += shadows
+        if limit is None and needed > available:
+            gc.collect()  # an earlier Trainer, in cycles of references, may still hold its optimizer's state
+            available = available_bytes() or available
         if needed > available:
             raise HostMemoryError(
                 f"streaming needs {needed / 1e9:.1f} GB of host memory besides the model's own weights, "

@@ -182,12 +182,17 @@ class WeightGroup:
         return list(stale)
 
     def release(self) -> None:
-        """Give back the arena and its page lock. Masters keep their values and stay plain host tensors."""
+        """Give back the arena and its page lock. Masters keep their values and stay plain host tensors.
+
+        The arena's memory is then only as long in use as its masters are, whoever still knows this group.
+        """
         if self.arena is not None:
             self.arena.unlock()
         for weight in self.weights:
             if hasattr(weight, "shadow"):
                 del weight.shadow
+            if hasattr(weight, "home"):
+                del weight.home
         self.arena, self.nbytes = None, 0
 
 

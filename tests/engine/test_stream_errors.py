@@ -1,6 +1,8 @@
 """After an error anywhere the original exception surfaces, and the next step is exact."""
 
+import gc
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ramtorch_core import ConfigurationError, HostMemoryError, attach
+from ramtorch_core.engine import inventory
 from ramtorch_core.engine.inventory import Inventory
 
 
@@ -308,3 +311,17 @@ def test_a_device_that_is_too_small_for_the_resident_chunks_leaves_a_plain_modul
     assert not any("forward" in vars(module) for module in model.modules())
     with streaming(model):
         model(data()).sum().backward()
+
+
+def test_memory_that_only_garbage_holds_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        held = weakref.ref(Held())
+        monkeypatch.setattr(inventory, "available_bytes", lambda: 1 << 30 if held() is None else 1)
+        attach(stack(), device="cpu", resident_below=0, chunks="leaves").close()
+    finally:
+        gc.enable()

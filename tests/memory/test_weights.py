@@ -114,3 +114,13 @@ def test_dense_strides_are_kept_and_gaps_are_closed(tensor, stride):
     assert dense_stride(tensor) == stride
     made = torch.empty_strided(tensor.size(), dense_stride(tensor))
     assert made.untyped_storage().nbytes() == 4 * tensor.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_released_arena_is_only_kept_by_its_masters(dtype):
+    made = group((3, 5), (7,), dtype=dtype)
+    arena = made.arena
+    made.release()
+    for weight in made.weights:
+        weight.parameter.data = weight.parameter.data.clone()
+    assert arena.tensors_alive() == 0
