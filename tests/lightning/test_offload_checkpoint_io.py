@@ -17,8 +17,8 @@ from ramtorch_lightning import LocalCheckpointIO, checkpoint
 
 
 @pytest.fixture
-def streams_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "IN_MEMORY_BYTES", 0)
+def maps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", 0)
 
 
 def content(value: float = 1.0) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class Unpicklable:
         raise RuntimeError("cannot be written")
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 @pytest.mark.parametrize("form", ["path", "text", "url"])
 def test_what_is_written_is_read(tmp_path: Path, form: str) -> None:
     path: Any = tmp_path / "new" / "folder" / "a.ckpt"
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(tmp_path: Path, form: str) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 def test_an_error_while_writing_leaves_the_previous_file_and_nothing_else(tmp_path: Path) -> None:
     io, path = LocalCheckpointIO(), tmp_path / "a.ckpt"
     io.save_checkpoint(content(1.0), path)
@@ -53,7 +53,7 @@ def test_an_error_while_writing_leaves_the_previous_file_and_nothing_else(tmp_pa
     assert_same(io.load_checkpoint(path), content(1.0))
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 def test_an_interrupt_while_writing_leaves_the_previous_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +75,7 @@ def test_a_process_killed_while_writing_leaves_the_previous_file_whole(tmp_path:
     LocalCheckpointIO().save_checkpoint(content(1.0), path)
     script = f"""
         import os, signal, torch
-        from ramtorch_lightning import LocalCheckpointIO, checkpoint
-        checkpoint.IN_MEMORY_BYTES = 0
+        from ramtorch_lightning import LocalCheckpointIO
         os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         LocalCheckpointIO().save_checkpoint({{"weight": torch.zeros(1000)}}, {str(path)!r})
     """
@@ -87,10 +86,7 @@ def test_a_process_killed_while_writing_leaves_the_previous_file_whole(tmp_path:
     assert_same(LocalCheckpointIO().load_checkpoint(path), content(1.0))
 
 
-def test_large_checkpoints_never_exist_in_memory_and_small_ones_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "IN_MEMORY_BYTES", 4000)
+def test_checkpoints_never_exist_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = []
     save = torch.save
 
@@ -99,13 +95,12 @@ def test_large_checkpoints_never_exist_in_memory_and_small_ones_do(
         save(what, file, **options)
 
     monkeypatch.setattr(torch, "save", noted)
-    LocalCheckpointIO().save_checkpoint({"weight": torch.zeros(1000)}, tmp_path / "large.ckpt")
-    LocalCheckpointIO().save_checkpoint({"weight": torch.zeros(999)}, tmp_path / "small.ckpt")
-    assert targets == ["BufferedWriter", "BytesIO"]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["large.ckpt", "small.ckpt"]
+    LocalCheckpointIO().save_checkpoint(content(), tmp_path / "a.ckpt")
+    assert targets == ["BufferedWriter"]
+    assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 def test_files_are_mapped_and_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     LocalCheckpointIO().save_checkpoint(content(), path)
@@ -128,7 +123,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         LocalCheckpointIO().load_checkpoint(tmp_path / "nowhere.ckpt")
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 def test_other_file_systems_are_left_to_lightning() -> None:
     io = LocalCheckpointIO()
     io.save_checkpoint(content(), "memory://folder/a.ckpt")
@@ -136,7 +131,7 @@ def test_other_file_systems_are_left_to_lightning() -> None:
     io.remove_checkpoint("memory://folder/a.ckpt")
 
 
-@pytest.mark.usefixtures("streams_everything")
+@pytest.mark.usefixtures("maps_everything")
 def test_training_goes_on_and_saves_over_the_file_that_it_was_resumed_from(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
@@ -158,9 +153,7 @@ def test_training_goes_on_and_saves_over_the_file_that_it_was_resumed_from(tmp_p
 def test_what_was_read_from_a_file_stays_when_the_file_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "IN_MEMORY_BYTES", 50_000)
-    # A temporary folder on another file system is copied from, not renamed: the old file is then written over.
-    monkeypatch.setattr("shutil.move", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()))
+    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", 50_000)
     io, path = LocalCheckpointIO(), tmp_path / "last.ckpt"
     io.save_checkpoint({"a": torch.full((sizes[0],), 1.0)}, path)
     loaded = io.load_checkpoint(path)["a"]
