@@ -24,7 +24,7 @@ def test_linear_weights_get_their_gradient_in_w_and_norms_in_i(schedule: str) ->
 
     def running(name: str) -> None:
         """Which ops are under way: begun, and not ended yet, so not recorded."""
-        seen.append((name, [str(op) for op in times]))
+        seen.append((name, [str(op) for op in list(times)]))
 
     model.blocks[3].up.weight.register_post_accumulate_grad_hook(lambda p: running("weight"))
     model.blocks[3].norm.weight.register_post_accumulate_grad_hook(lambda p: running("norm"))
