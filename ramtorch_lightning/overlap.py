@@ -77,7 +77,8 @@ class StepPath:
         self._streamer, self._trainer, self._module = streamer, trainer, module
         self._stepping: Optimizer | None = None  # whose step the backward under way may begin
         self._default_dtype = torch.get_default_dtype()  # around that step
-        self._waiting: pl.Callback | None = None
+        self._waiting: _WaitForUpdates | None = None
+        self._same_norm = gradients == "published"  # as of the run that overlaps, which this one may be compared with
         reason = "gradients='published'" if gradients == "published" else why_published(module, trainer, optimizers)
         self.overlaps = reason is None and bool(streamer.groups)
         updates = streamer.updates
@@ -86,8 +87,8 @@ class StepPath:
                 streamer.check_host_memory(overlapped=False)  # gradients of the whole model wait for the last one
             between = any(is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_BETWEEN_STEPS)
             updates.run_on = not streamer.conservative and not between
-            self._waiting = _WaitForUpdates(updates.wait)
-            trainer.callbacks.insert(0, self._waiting)  # type: ignore[attr-defined]
+            self._waiting = _WaitForUpdates.of(trainer.callbacks)  # type: ignore[attr-defined]
+            self._waiting.wait = updates.wait
             until = ", and while the next forward goes on" if updates.run_on else ""
             rank_zero_info(f"OffloadStrategy: chunks are updated while backward goes on{until}; {updates.describe()}")
         else:
@@ -103,15 +104,17 @@ class StepPath:
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the Trainer's optimizer step, backward included."""
         precision: Any = self._trainer.precision_plugin
-        own = type(precision).clip_grad_by_norm is not Precision.clip_grad_by_norm
-        if not own:
+        replaces = (self.overlaps or self._same_norm) and (
+            type(precision).clip_grad_by_norm is Precision.clip_grad_by_norm
+        )
+        if replaces:
             precision.clip_grad_by_norm = self._clip
         self._stepping, self._default_dtype = optimizer, torch.get_default_dtype()
         try:
             yield
         finally:
             self._stepping = None
-            if not own:
+            if replaces:
                 del precision.clip_grad_by_norm  # leaves the class's own
 
     def begin_backward(self) -> None:
@@ -134,9 +137,9 @@ class StepPath:
         self._streamer.updates.end()
 
     def close(self) -> None:
-        """Leave the Trainer as it was."""
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if callback is not self._waiting]
+        """Let the Trainer go."""
+        if self._waiting is not None:
+            self._waiting.wait = _nothing
 
     def _clip(self, optimizer: Optimizer, max_norm: float) -> None:
         self._streamer.updates.clip(self._trainer.precision_plugin.main_params(optimizer), max_norm)
@@ -155,35 +158,43 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 class _WaitForUpdates(pl.Callback):
     """Goes before all other callbacks: hooks that run now and then see finished updates.
 
-    Where hooks that run after every batch may read weights, the optimizer's step waits.
+    Where hooks that run after every batch may read weights, the optimizer's step waits. It stays with the Trainer, so
+    that there are as many callbacks after a fit as within it.
     """
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self) -> None:
+        self.wait: Callable[[], None] = _nothing
+
+    @classmethod
+    def of(cls, callbacks: list[pl.Callback]) -> _WaitForUpdates:
+        """The one among these callbacks, put first if it was not there."""
+        waiting = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
+        callbacks[:] = [waiting, *(callback for callback in callbacks if callback is not waiting)]
+        return waiting
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_wait": _nothing}  # a copy of the Trainer's callbacks has no engine to wait for
+        return {"wait": _nothing}  # a copy of the Trainer's callbacks has no engine to wait for
 
     @override
     def on_train_epoch_end(self, *_: Any) -> None:
-        self._wait()
+        self.wait()
 
     @override
     def on_train_end(self, *_: Any) -> None:
-        self._wait()
+        self.wait()
 
     @override
     def on_validation_start(self, *_: Any) -> None:
-        self._wait()
+        self.wait()
 
     @override
     def on_save_checkpoint(self, *_: Any) -> None:
-        self._wait()
+        self.wait()
 
     @override
     def on_exception(self, *_: Any) -> None:
         with contextlib.suppress(BaseException):  # the first error is the one to report
-            self._wait()
+            self.wait()
 
 
 def _nothing() -> None:
