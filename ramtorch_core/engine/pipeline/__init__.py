@@ -4,10 +4,11 @@
 | --- | --- |
 | `stages.py` | which module starts which stage, and the home of every parameter and buffer |
 | `running_order.py` | when each module is called first, which `stages.py` may follow |
-| `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order |
+| `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order; user code in one thread |
 | `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
 | `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |
 | `frontier.py` | sees every torch call of user code and brings in what belongs to another stage |
+| `trees.py` | containers of tensors |
 | `compiled.py` | keeps the frontier out of compiled code |
 | `loans.py` | weights used away from home, and weights cast once per step |
 | `deferred.py` | the split backward: weight gradients as ops of their own |

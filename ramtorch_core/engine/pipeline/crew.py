@@ -22,9 +22,11 @@ class _Task:
     """A job that runs at most once, in whatever thread takes it, and then lets go of it."""
 
     def __init__(self, job: Job) -> None:
-        self.over = threading.Event()
+        self.over = False
         self._job: Job | None = job
         self._mutex = threading.Lock()
+        self._going = threading.Lock()
+        self._going.acquire()
 
     def run(self) -> None:
         """Run the job, unless it was cancelled."""
@@ -34,12 +36,21 @@ class _Task:
                 job()
             finally:
                 del job  # nothing of a step may live on in an idle thread
-                self.over.set()
+                self._end()
 
     def cancel(self) -> None:
         """A job that has not begun never will."""
         if self._take() is not None:
-            self.over.set()
+            self._end()
+
+    def wait(self) -> None:
+        """Until the job has ended, or never will begin."""
+        while not self.over:
+            self._going.acquire(timeout=INTERRUPTIBLE_AFTER)
+
+    def _end(self) -> None:
+        self.over = True
+        self._going.release()
 
     def _take(self) -> Job | None:
         with self._mutex:
@@ -77,15 +88,14 @@ class Crew:
                 thread.start()
             for task in tasks:
                 self._tasks.put(task)
-            for task in tasks:
-                while not task.over.wait(INTERRUPTIBLE_AFTER):
-                    pass
+            for task in reversed(tasks):  # the last often ends last: one wait for all
+                task.wait()
         except BaseException as interruption:
             interrupt(interruption)
             for task in tasks:
                 task.cancel()
             for task in tasks:
-                task.over.wait()
+                task.wait()
             raise
 
     def close(self) -> None:

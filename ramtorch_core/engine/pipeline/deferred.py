@@ -33,14 +33,24 @@ class Job:
         self.gradient = gradient
         if self.x is None:
             return None
-        (found,) = torch.autograd.grad(self.output, self.x, gradient, retain_graph=True)
+        (found,) = _gradients(self.output, (self.x,), gradient, retain_graph=True)
         self.x = None
         return found
 
     def weight_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient in its dtype); frees the graph."""
-        found = torch.autograd.grad(self.output, [leaf for _, leaf in self.weights], self.gradient)
+        assert self.gradient is not None
+        found = _gradients(self.output, tuple([leaf for _, leaf in self.weights]), self.gradient, retain_graph=False)
         return [(p, g.to(p.dtype)) for (p, _), g in zip(self.weights, found, strict=True)]
+
+
+def _gradients(
+    output: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor, *, retain_graph: bool
+) -> tuple[Tensor, ...]:
+    """`torch.autograd.grad` without its checks, which take longer than a small call's backward."""
+    return _engine_run_backward(
+        (output,), (gradient,), retain_graph, False, inputs, allow_unreachable=False, accumulate_grad=False
+    )
 
 
 class _Split(torch.autograd.Function):

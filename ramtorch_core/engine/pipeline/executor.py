@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ramtorch_core.engine.pipeline.compiled import Arrive, shield
 from ramtorch_core.engine.pipeline.crew import Crew
@@ -23,6 +22,7 @@ from ramtorch_core.engine.pipeline.microbatch import Bystander
 from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root, Step, current_step
 from ramtorch_core.engine.pipeline.thread_state import ThreadState
+from ramtorch_core.engine.pipeline.trees import map_tensors
 from ramtorch_core.engine.pipeline.turnstile import Recorder, Turnstile
 from ramtorch_core.errors import StageOrderError
 from ramtorch_core.memory.device import Device
@@ -57,6 +57,8 @@ class Executor:
         self.devices = list(devices)
         self._unique = list({device.torch: device for device in devices}.values())
         self._links = Links(self._unique)
+        # a recompute in the backward sets and restores the state of generators, which stages may share
+        self._exclusive = len(self._unique) < len(self.devices) or any(d.torch.type == "cpu" for d in self._unique)
         self._local = threading.local()
         self._crew = Crew(f"pipeline-{next(_serial)}")
         self._hooks = [
@@ -106,7 +108,8 @@ class Executor:
             for parameter in parameters:
                 parameter.grad = None
         dice = Dice(step, self._unique)
-        turnstile = Turnstile(schedule, recorder, [device.ranges for device in self.devices])
+        ranges = [device.ranges for device in self.devices]
+        turnstile = Turnstile(schedule, self._exclusive, recorder, ranges)
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)
@@ -140,7 +143,7 @@ class Executor:
         if bystander is not None:
             bystander.stage = stage
         device = self.devices[stage].torch
-        return tree_map_only(Tensor, lambda t: t.to(device) if self._links.owns(t.device) else t, arguments)
+        return map_tensors(lambda t: t.to(device) if self._links.owns(t.device) else t, arguments)
 
     def _refuse_region(self, name: str) -> None:
         """Raise if the checkpoint in which stage `name` begins had another stage begin in it."""
@@ -183,7 +186,7 @@ class Executor:
         current = current_step()
         if current is None or current[0].homes is not self.stages.homes:
             return args, kwargs
-        arrived: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, current[1].admit, (args, kwargs))
+        arrived: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(current[1].admit, (args, kwargs))
         return arrived
 
     def close(self) -> None:
@@ -264,8 +267,9 @@ def _make_inert() -> Callable[..., None]:
 def _drivers(schedule: Schedule) -> int:
     """How many microbatches are under way at once: begun on stage 0 and not back there."""
     under_way = most = 0
-    for op in schedule.ops[0]:
-        under_way += {"F": 1, "B": -1, "I": -1, "W": 0}[op.kind]
+    kinds = [op.kind for op in schedule.lanes[schedule.placement[0]] if op.stage == 0]
+    for kind in kinds:
+        under_way += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
         most = max(most, under_way)
-    only_forward = all(op.kind == "F" for op in schedule.ops[0])
+    only_forward = all(kind == "F" for kind in kinds)
     return min(most, schedule.stages + 1) if only_forward else most

@@ -1,18 +1,19 @@
 """Sees every torch call of user code and brings in what belongs to another stage."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from typing_extensions import override
 
 from ramtorch_core.engine.pipeline.microbatch import Bystander, Microbatch
+from ramtorch_core.engine.pipeline.trees import map_tensors
 
-__all__ = ["Frontier"]
+__all__ = ["Aside", "Frontier"]
 
 _CAST_ONCE = frozenset({
     F.linear, torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, torch.conv_transpose1d,
@@ -30,11 +31,23 @@ _SPLIT = frozenset({
 _BETWEEN_DEVICES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_})
 """Calls that may meet tensors of several devices."""
 
-_NO_COMPUTATION = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""Calls to which the stages of their arguments do not matter."""
+_SEQUENCES = (tuple, list)
 
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes whose value has a graph."""
+
+
+def _accessors() -> Iterator[Any]:
+    for name in dir(Tensor):
+        attribute: Any = inspect.getattr_static(Tensor, name)
+        if hasattr(type(attribute), "__set__"):
+            yield attribute.__set__
+            if name not in _VIEW_ATTRIBUTES:
+                yield attribute.__get__
+
+
+_AS_IT_IS = frozenset({*_accessors(), Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""Calls to which the stages of their arguments do not matter: attributes are most of all calls."""
 
 
 class Frontier(TorchFunctionMode):
@@ -54,19 +67,16 @@ class Frontier(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _AS_IT_IS:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            if getattr(func.__self__, "__name__", "") not in _VIEW_ATTRIBUTES:  # type: ignore[attr-defined]
-                return func(*args, **kwargs)
-        elif name == "__set__" or func in _NO_COMPUTATION:
-            return func(*args, **kwargs)
         if self._split_backward and func in _SPLIT and self._splits(args, kwargs):
             return self.microbatch.defer(func, args, kwargs)
         one_device = self.several_devices and func not in _BETWEEN_DEVICES
-        if self._has_foreign(args, kwargs, one_device):
-            args, kwargs = self._localize(name, args, kwargs, one_device)
-        if func in _CAST_ONCE:
+        device = self.microbatch.device if one_device else None
+        if self._has_foreign(args, device) or (kwargs and self._has_foreign(kwargs.values(), device)):
+            args, kwargs = self._localize(getattr(func, "__name__", ""), args, kwargs, one_device)
+        if func in _CAST_ONCE and torch._C._is_any_autocast_enabled():
             args, kwargs = self._cast(args, kwargs)
         return func(*args, **kwargs)
 
@@ -81,17 +91,22 @@ class Frontier(TorchFunctionMode):
             and not isinstance(args[0], torch.nn.Parameter)
         )
 
-    def _has_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any], one_device: bool) -> bool:
-        """Runs for every call: plain loops, no generators."""
+    def _has_foreign(self, values: Iterable[Any], device: torch.device | None) -> bool:
+        """Whether one of `values`, or in a list or tuple among them, belongs to another stage or is not on `device`.
+
+        This runs for every call: no generators, and `is_foreign` only for tensors that the stage has not computed.
+        """
         microbatch = self.microbatch
-        device = microbatch.device if one_device else None
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(tensor, Tensor) and (
-                    (tensor.requires_grad and microbatch.is_foreign(tensor))
-                    or (device is not None and tensor.device != device)
-                ):
+        for value in values:
+            if isinstance(value, Tensor):
+                if device is not None and value.device != device:
                     return True
+                if value.requires_grad:
+                    node = value.grad_fn
+                    if (node is None or node._sequence_nr() < microbatch.low) and microbatch.is_foreign(value):
+                        return True
+            elif isinstance(value, _SEQUENCES) and self._has_foreign(value, device):
+                return True
         return False
 
     def _localize(
@@ -114,12 +129,12 @@ class Frontier(TorchFunctionMode):
             if tensor is keep:
                 return tensor
             if tensor.requires_grad and microbatch.is_foreign(tensor):
-                tensor = microbatch.bring(tensor)
+                tensor = microbatch.bring(tensor, True)
             if mixed and tensor.device != device and microbatch.owns(tensor.device):
-                return microbatch.bring(tensor) if device == microbatch.device else tensor.to(device)
+                return microbatch.bring(tensor, False) if device == microbatch.device else tensor.to(device)
             return tensor
 
-        return tree_map_only(Tensor, local, args), tree_map_only(Tensor, local, kwargs)
+        return map_tensors(local, args), map_tensors(local, kwargs)
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the weights that autocast would cast."""
@@ -137,6 +152,21 @@ class Frontier(TorchFunctionMode):
             return microbatch.cast(value, dtype)
 
         return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
+
+
+class Aside:
+    """A context for our own code in the middle of the user's: the frontier, if it is the innermost mode, sees none."""
+
+    __slots__ = ("_frontier",)
+
+    def __enter__(self) -> None:
+        depth = torch._C._len_torch_function_stack()
+        innermost = torch._C._get_function_stack_at(depth - 1) if depth else None
+        self._frontier = _pop_mode() if isinstance(innermost, Frontier) else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._frontier is not None:
+            _push_mode(self._frontier)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

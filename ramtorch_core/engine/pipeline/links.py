@@ -1,12 +1,11 @@
 """Copies between the devices of a pipeline, on streams of their own, handed over by events."""
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ramtorch_core.memory.device import Device, Event, Stream
+from ramtorch_core.memory.device import COMPLETE, Device, Event, Stream
 from ramtorch_core.memory.ranges import FOR_STAGE, Kind
 
 __all__ = ["Direction", "Links", "Parcel"]
@@ -14,8 +13,7 @@ __all__ = ["Direction", "Links", "Parcel"]
 Direction: TypeAlias = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A copy under way, and the event after which it may be read."""
 
     tensor: Tensor
@@ -60,6 +58,8 @@ class Links:
 
     def receive(self, parcel: Parcel) -> Tensor:
         """The tensor of `parcel`; the current stream of its device waits for it, the calling thread does not."""
+        if parcel.arrived is COMPLETE:
+            return parcel.tensor
         device = self._devices[parcel.tensor.device]
         with device.ranges.span(Kind.STALL, FOR_STAGE, shown=False):
             device.wait(parcel.arrived)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ramtorch_core.engine.lend import is_lent
-from ramtorch_core.engine.pipeline.crossing import Crossing, Cut
+from ramtorch_core.engine.pipeline.crossing import Cut, cross
 from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.links import Links, Parcel
 from ramtorch_core.engine.pipeline.loans import Loans
@@ -44,7 +44,7 @@ class Microbatch:
     Args:
         index: of the microbatch.
         devices: per stage.
-        known: ids of tensors that were complete before the step began: inputs, parameters, buffers.
+        known: ids of tensors that were complete before the step began, beside parameters and buffers.
         ready: per device, an event after the work that was issued before the step.
         deferrable: ids of parameters whose gradients are ops of their own; None where backward is whole.
     """
@@ -70,7 +70,6 @@ class Microbatch:
         self.last = len(devices) - 1
         """The stage in which the loss was computed; an earlier one than the last where forward ended early."""
         self.in_backward = False
-        self.has_baton = False
         self._known = known
         self._ready = ready
         self._began: list[int] = []
@@ -101,7 +100,7 @@ class Microbatch:
 
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
-        self._ended.append(self.links.mark(self.device))
+        self._ended.append(self.devices[self.stage].record())
 
     def end_forward(self) -> None:
         """All stages have run: what only their forwards share is dropped."""
@@ -132,30 +131,34 @@ class Microbatch:
             if node._sequence_nr() >= self.low or self.stage == 0:  # a graph from before the step is stage 0's
                 return False
             return not is_lent(tensor)  # copies that stay on a streamed stage's device were lent before the step
-        return self.homes.get(id(tensor), self.stage) != self.stage or self.may_defer(tensor)
+        away = self.homes.get(id(tensor), self.stage) != self.stage
+        return away or (self._deferrable is not None and self.may_defer(tensor))
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """What stands for `tensor` in the current stage, on its device, always the same for the same tensor."""
+    def bring(self, tensor: Tensor, foreign: bool) -> Tensor:
+        """What stands for `tensor` in the current stage, on its device, always the same for the same tensor.
+
+        Args:
+            foreign: `tensor` requires grad, and its graph is that of another stage.
+        """
         arrived = self._arrivals[self.stage].get(id(tensor))
         if arrived is not None and arrived.is_current(tensor):
             return arrived.local
-        if isinstance(tensor, torch.nn.Parameter) and id(tensor) in self.homes:
+        if id(tensor) in self.homes and isinstance(tensor, torch.nn.Parameter):
             if self.homes[id(tensor)] == self.stage and self.deferrals is not None:
                 return self.deferrals[self.stage].alias(tensor, _sequence_number())
             return self.loans.borrow(tensor, self.stage)
-        cut = tensor.requires_grad and self.is_foreign(tensor)
-        if tensor.requires_grad and not cut:  # on the wrong device, in the graph of this stage
+        if tensor.requires_grad and not foreign:  # on the wrong device, in the graph of this stage
             return tensor.to(self.device)
         source = self._latest(tensor)
         parcel = self._parcels.pop((self.stage, id(tensor)), None)
         if parcel is None and source.device != self.device:
             parcel = self.links.send(source, self.devices[self.stage], self._readable(source), "forward")
         local = source if parcel is None else self.links.receive(parcel)
-        if cut:
-            record = Cut(source, self._stage_of(source))
+        if foreign:
+            cut = Cut(source, self._stage_of(source))
             with torch.enable_grad():
-                local = Crossing.apply(self._anchor, record, local.detach())  # type: ignore[no-untyped-call]
-            self._cuts[self.stage].append(record)
+                local = cross(self._anchor, cut, local)
+            self._cuts[self.stage].append(cut)
         self._arrivals[self.stage][id(tensor)] = Arrival(tensor, local)
         return local
 
@@ -205,14 +208,16 @@ class Microbatch:
 
     def admit(self, tensor: Tensor) -> Tensor:
         """An argument of the module that begins the current stage, on this stage's device."""
-        if tensor.requires_grad and self.is_foreign(tensor):
-            return self.bring(tensor)
-        return self.bring(tensor) if tensor.device != self.device and self.owns(tensor.device) else tensor
+        foreign = tensor.requires_grad and self.is_foreign(tensor)
+        away = tensor.device != self.device and self.owns(tensor.device)
+        return self.bring(tensor, foreign) if foreign or away else tensor
 
     def owed(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """(tensor computed in `stage`, its gradient from a later stage), the last stage's first."""
-        pairs, self._owed[stage] = self._owed[stage], []
-        return [(tensor, self.links.receive(parcel)) for tensor, parcel in pairs]
+        pairs = self._owed[stage]
+        found = [(tensor, self.links.receive(parcel)) for tensor, parcel in pairs]
+        pairs.clear()
+        return found
 
     def settle(self, stage: int) -> None:
         """After the backward of `stage`: send the gradients at its cuts to where the tensors were computed."""
@@ -222,8 +227,8 @@ class Microbatch:
                 mark = mark or self.links.mark(cut.gradient.device)
                 parcel = self.links.send(cut.gradient, self.devices[cut.origin], mark, "backward")
                 self._owed[cut.origin].append((cut.source, parcel))
-        self._cuts[stage] = []
-        self._arrivals[stage] = {}
+        self._cuts[stage].clear()
+        self._arrivals[stage].clear()
 
     def _latest(self, tensor: Tensor) -> Tensor:
         """What stood for `tensor` in the latest earlier stage that used it, else the tensor itself.
@@ -244,7 +249,7 @@ class Microbatch:
 
     def _readable(self, tensor: Tensor) -> Event:
         """The earliest known event after which `tensor` may be read."""
-        if id(tensor) in self._known:
+        if id(tensor) in self._known or id(tensor) in self.homes:
             return self._ready.get(tensor.device, COMPLETE)
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < self.low and self._ended:
             return self._ended[self._stage_of(tensor)]
@@ -257,7 +262,7 @@ class Bystander:
     def __init__(self, devices: list[Device], links: Links) -> None:
         self.devices = devices
         self.links = links
-        self.stage = 0
+        self.stage = self.low = 0
 
     @property
     def device(self) -> torch.device:
@@ -272,7 +277,7 @@ class Bystander:
         """Never: there is one graph."""
         return False
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def bring(self, tensor: Tensor, foreign: bool) -> Tensor:
         """`tensor` on the device of the current stage, in the same graph."""
         return tensor.to(self.device)
 

@@ -1,6 +1,5 @@
 """One step: the drivers that take the microbatches through the stages."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -8,15 +7,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.dice import Dice
-from ramtorch_core.engine.pipeline.frontier import Frontier
+from ramtorch_core.engine.pipeline.frontier import Aside, Frontier
 from ramtorch_core.engine.pipeline.links import Links
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.microbatch import Microbatch
 from ramtorch_core.engine.pipeline.thread_state import outside_autocast
+from ramtorch_core.engine.pipeline.trees import map_tensors, tensors_in
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
 from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.memory.device import Device, Event
@@ -41,8 +40,7 @@ def current_step() -> "tuple[Step, Microbatch] | None":
 class Step:
     """The shared state of the drivers of one step.
 
-    User code runs in one driver at a time: a driver holds the baton through the forward of a stage, and through the
-    backward too where stages share a generator of random numbers (a recompute sets and restores its state).
+    The turnstile lets user code run in one driver at a time.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class Step:
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
         self.loans = Loans(homes, devices, links, self.ready)
         self._several_devices = len(self.ready) > 1
-        self._exclusive_backward = len(self.ready) < len(devices) or any(d.torch.type == "cpu" for d in devices)
-        self._baton = threading.Lock()
         self._remaining = iter(range(len(self.inputs)))
         self._mutex = threading.Lock()
 
@@ -81,6 +77,7 @@ class Step:
         try:
             while (m := self._next()) is not None:
                 self._drive(m)
+            self.turnstile.rest()
         except Aborted:
             pass
         except BaseException as error:
@@ -98,6 +95,7 @@ class Step:
                     with outside_autocast():
                         self.deferred.pop((op.stage, op.microbatch)).finish()
                     self.turnstile.leave("W", op.stage, op.microbatch)
+            self.turnstile.rest()
         except Aborted:
             pass
         except BaseException as error:
@@ -105,18 +103,15 @@ class Step:
 
     def enter_stage(self, microbatch: Microbatch, stage: int, name: str, arguments: Any) -> Any:
         """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in."""
-        if not microbatch.in_backward:  # else a recompute of a region that spans stages
-            if stage <= microbatch.stage:
-                raise StageOrderError(
-                    name,
-                    f"module '{name}', which begins stage {stage}, was entered while stage {microbatch.stage} ran: "
-                    "each stage must be entered once per forward, in order. Cut elsewhere (stages=[...]), at modules "
-                    "that run once and in this order",
-                )
-            self._end_forward(microbatch)
-            microbatch.prefetch((t for t in tree_leaves(arguments) if isinstance(t, Tensor)), stage)
-            self._pass_on(microbatch, stage)
-        return tree_map_only(Tensor, microbatch.admit, arguments)
+        with Aside():
+            if not microbatch.in_backward:  # else a recompute of a region that spans stages
+                if stage <= microbatch.stage:
+                    raise StageOrderError(name, _out_of_order(name, stage, microbatch.stage))
+                microbatch.end()
+                if self._several_devices:
+                    microbatch.prefetch(tensors_in(arguments), stage)
+                self._pass_on(microbatch, stage)
+            return map_tensors(microbatch.admit, arguments)
 
     def _next(self) -> int | None:
         with self._mutex:
@@ -124,35 +119,31 @@ class Step:
 
     def _drive(self, m: int) -> None:
         data, self.inputs[m] = self.inputs[m], None
-        known = {id(t) for t in tree_leaves(data) if isinstance(t, Tensor)} | self.homes.keys()
+        known = set(map(id, tensors_in(data)))
         microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.deferrable)
         _driving.current = (self, microbatch)
         torch.clear_autocast_cache()  # as between the microbatches of plain accumulation
-        with Frontier(microbatch, self._several_devices):
+        frontier = Frontier(microbatch, self._several_devices)
+        with frontier:
             roots = self._forward(microbatch, data)
-            del data
-            microbatch.end_forward()
-            if self.root is not None:
-                for stage in reversed(range(len(self.devices))):
-                    self._backward(microbatch, stage, roots)
+        del data
+        microbatch.end_forward()
+        if self.root is not None:
+            for stage in reversed(range(len(self.devices))):
+                self._backward(microbatch, stage, roots, frontier)
         _driving.current = None
 
     def _forward(self, microbatch: Microbatch, data: Any) -> Roots:
         """Run the user's function through all stages; returns where backward begins."""
         m = microbatch.index
         self._begin_forward(microbatch, 0)
-        try:
-            output = self.function(data)
-            root = None if self.root is None else self.root(output, m)
-            microbatch.last = microbatch.stage
-            self._end_forward(microbatch)
-        except BaseException:
-            if microbatch.has_baton:
-                self._baton.release()
-            raise
+        output = self.function(data)
+        root = None if self.root is None else self.root(output, m)
+        microbatch.last = microbatch.stage
+        microbatch.end()
         self._pass_on(microbatch, len(self.devices))
         if self.root is not None:
-            output = tree_map_only(Tensor, Tensor.detach, output)
+            output = map_tensors(Tensor.detach, output)
         self.outputs[m] = output
         roots = root if isinstance(root, list) else [root] if root is not None else []
         return [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
@@ -161,15 +152,8 @@ class Step:
         self.turnstile.enter("F", stage, microbatch.index)
         device = self.devices[stage]
         device.activate()
-        self._baton.acquire()
-        microbatch.has_baton = True
         self.dice.throw(microbatch.index, stage, device)
         microbatch.begin(stage)
-
-    def _end_forward(self, microbatch: Microbatch) -> None:
-        microbatch.end()
-        microbatch.has_baton = False
-        self._baton.release()
 
     def _pass_on(self, microbatch: Microbatch, target: int) -> None:
         """Give up the turn of the current stage and those of stages in between; begin `target`, if there is such."""
@@ -183,7 +167,7 @@ class Step:
         if target < len(self.devices):
             self._begin_forward(microbatch, target)
 
-    def _backward(self, microbatch: Microbatch, stage: int, loss: Roots) -> None:
+    def _backward(self, microbatch: Microbatch, stage: int, loss: Roots, frontier: Frontier) -> None:
         m = microbatch.index
         self.turnstile.enter("B", stage, m)
         self.devices[stage].activate()
@@ -198,22 +182,21 @@ class Step:
             deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
             returned = deferral.take(returned)
         roots += returned
-        with self._baton if self._exclusive_backward else contextlib.nullcontext():
-            _run_backward(roots, stage)
+        _run_backward(roots, stage, frontier)
         del roots
         microbatch.settle(stage)
         self.loans.collect(stage, m)
         self.turnstile.leave("B", stage, m)
 
 
-def _run_backward(roots: Roots, stage: int) -> None:
+def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:
     """`torch.autograd.backward`, below the level at which it would switch the frontier off for hooks and recomputes."""
     if not roots:
         return
-    tensors = tuple(tensor for tensor, _ in roots)
-    gradients = tuple(_unit(tensor) if gradient is None else gradient for tensor, gradient in roots)
+    tensors = tuple([tensor for tensor, _ in roots])
+    gradients = tuple([_unit(tensor) if gradient is None else gradient for tensor, gradient in roots])
     try:
-        with outside_autocast():
+        with outside_autocast(), frontier:
             _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
@@ -229,3 +212,10 @@ def _unit(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise RuntimeError(f"the loss must be a scalar to start a backward, but has shape {tuple(loss.shape)}")
     return torch.ones_like(loss, memory_format=torch.preserve_format)
+
+
+def _out_of_order(name: str, stage: int, running: int) -> str:
+    return (
+        f"module '{name}', which begins stage {stage}, was entered while stage {running} ran: each stage must be "
+        "entered once per forward, in order. Cut elsewhere (stages=[...]), at modules that run once and in this order"
+    )

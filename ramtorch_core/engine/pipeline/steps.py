@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, ScheduleSpec, plan_schedule
 from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, split
+from ramtorch_core.engine.pipeline.trees import map_tensors
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.schedule import Schedule
 
@@ -40,6 +40,7 @@ class Steps:
         self._dtype = _autocast_dtype(autocast)
         self._pending: dict[Tensor, Tensor] = {}
         self._count = 0
+        self._last: tuple[ScheduleSpec, int, Schedule] | None = None
 
     def step(
         self,
@@ -115,12 +116,15 @@ class Steps:
         return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
 
     def _plan(self, spec: ScheduleSpec, microbatches: int) -> Schedule:
+        if self._last is not None and self._last[:2] == (spec, microbatches):
+            return self._last[2]
         schedule = plan_schedule(spec, len(self.runner.devices), microbatches)
         if schedule.placement != self.runner.plan(1).placement:
             raise ConfigurationError(
                 f"schedule {schedule.name!r} has {schedule.stages} stages, but the model was cut into "
                 f"{len(self.runner.stage_devices)}, one for each device"
             )
+        self._last = None if callable(spec) else (spec, microbatches, schedule)  # a function may change its mind
         return schedule
 
     def _microbatches(self, parts: tuple[Any, ...], n: int, diced: bool) -> tuple[list[Any], list[int]]:
@@ -180,7 +184,7 @@ def _autocast_dtype(autocast: Autocast) -> torch.dtype | None:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def _paired(output: Any, gradient: Any) -> list[tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from ramtorch_core.memory.device import Device, Stream
 __all__ = ["ThreadState", "outside_autocast"]
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def outside_autocast() -> Iterator[None]:
+def outside_autocast() -> AbstractContextManager[object]:
     """A backward as it runs after the user's `with torch.autocast`: nothing is cast that the forward did not cast.
 
     Inside, autograd's products of float32 matrices, as in regions without autocast and in attention with a trained
     bias, would be computed in half precision.
     """
+    return _without_autocast() if torch._C._is_any_autocast_enabled() else _NOTHING
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in _AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(kind):
@@ -41,10 +47,7 @@ class ThreadState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.compute_threads = torch.get_num_threads()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST_DEVICES
-        ]
-        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.autocast = _autocast()
         self.function_modes = list(_get_current_function_mode_stack())
         self.dispatch_modes = list(_get_current_dispatch_mode_stack())
         self.saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -63,14 +66,24 @@ class ThreadState:
         with contextlib.ExitStack() as stack:
             for device, stream in self.streams:
                 stack.enter_context(device.on(stream))
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype, enabled in self.autocast:
-                context: Any = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
-                stack.enter_context(context)
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            if torch.is_grad_enabled() != self.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if _autocast() != self.autocast:
+                cached, kinds = self.autocast
+                for kind, dtype, enabled in kinds:
+                    context: Any = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
+                    stack.enter_context(context)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             for mode in (*self.dispatch_modes, *self.function_modes):
                 stack.enter_context(mode)
             job()
+
+
+def _autocast() -> tuple[bool, list[tuple[str, torch.dtype, bool]]]:
+    """Whether autocast keeps what it has cast; per kind of device its dtype, and whether it is enabled."""
+    kinds = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _AUTOCAST_DEVICES]
+    return torch.is_autocast_cache_enabled(), kinds

@@ -1,8 +1,8 @@
 """Admits the ops of a schedule in exactly its order, one lane per device."""
 
-import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
@@ -22,59 +22,116 @@ class Aborted(BaseException):
     """The step was given up because of an error elsewhere. No `Exception`: user code must not catch it."""
 
 
+class _Gate:
+    """The place of one op in its lane."""
+
+    __slots__ = ("admitted", "baton", "begun", "following", "is_next", "op", "range", "waiting")
+
+    def __init__(self, op: Op, baton: bool, following: "_Gate | None") -> None:
+        self.op = op
+        self.baton = baton
+        """The op runs only while its thread has the baton."""
+        self.following = following
+        self.is_next = False
+        """All ops before it in its lane have ended."""
+        self.waiting = False
+        """A thread waits for `admitted`."""
+        self.admitted = threading.Lock()
+        self.admitted.acquire()
+        self.range: Range | None = None
+        self.begun = 0.0
+
+
 class Turnstile:
-    """Each op has one gate, opened by the op before it in its lane and passed by the thread that runs the op.
+    """Each op waits until it is next in its lane and, if it may run user code, for the one baton.
+
+    User code runs in one thread at a time: it shares Python objects and, on the host, generators of random numbers.
+    Apart from that nothing but the lanes orders the ops.
 
     Args:
+        exclusive: backwards need the baton like forwards. Then no two ops run side by side, and a thread that ends an
+            op keeps the baton for its next op if that may begin: to wake another thread costs as much as a small op.
+            Otherwise devices compute on their own, and the baton goes round, so that none of them waits for the host
+            to have taken one microbatch through all others.
         recorder: is told when each op began and ended.
         ranges: per stage, where its ops are shown and timed.
     """
 
     def __init__(
-        self, schedule: Schedule, recorder: Recorder | None = None, ranges: Sequence[Ranges] | None = None
+        self,
+        schedule: Schedule,
+        exclusive: bool = True,
+        recorder: Recorder | None = None,
+        ranges: Sequence[Ranges] | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self._mutex = threading.Lock()
-        self._gates: dict[tuple[Phase, int, int], threading.Lock] = {}
-        self._following: dict[tuple[Phase, int, int], threading.Lock | None] = {}
-        self._ops: dict[tuple[Phase, int, int], Op] = {}
+        self._exclusive = exclusive
+        self._baton_taken = False
+        self._for_baton: deque[_Gate] = deque()
+        """Those that wait for the baton alone."""
+        self._gates: dict[tuple[Phase, int, int], _Gate] = {}
         self._recorder = recorder
-        self._begun: dict[tuple[Phase, int, int], float] = {}
         self._ranges = ranges
-        self._under_way: dict[tuple[Phase, int, int], Range | None] = {}
         for lane in schedule.lanes:
-            following: threading.Lock | None = None
+            following: _Gate | None = None
             for op in reversed(lane):
-                key = _key(op)
-                self._ops[key] = op
-                self._following[key] = following
-                following = self._gates[key] = threading.Lock()
-                following.acquire()
+                needs_baton = op.kind == "F" or (exclusive and op.kind != "W")
+                following = self._gates[_key(op)] = _Gate(op, needs_baton, following)
             if following is not None:
-                following.release()
+                following.is_next = True
 
     def enter(self, phase: Phase, stage: int, microbatch: int) -> None:
         """Block until it is this op's turn. Raises `Aborted` when the step was given up."""
-        key = (phase, stage, microbatch)
-        self._gates[key].acquire()
-        if self.error is not None:
-            raise Aborted
+        gate = self._gates[phase, stage, microbatch]
+        with self._mutex:
+            if self.error is not None:
+                raise Aborted
+            waits = not gate.is_next or (gate.baton and self._baton_taken)
+            if waits:
+                gate.waiting = True
+                if gate.is_next:
+                    self._for_baton.append(gate)
+            elif gate.baton:
+                self._baton_taken = True
+            self._hand_over()
+        if waits:
+            gate.admitted.acquire()
+            if self.error is not None:
+                raise Aborted
         if self._recorder is not None:
-            self._begun[key] = time.perf_counter()
+            gate.begun = time.perf_counter()
         if self._ranges is not None:
-            self._under_way[key] = self._ranges[stage].begin(Kind.OP, self._ops[key])
+            gate.range = self._ranges[stage].begin(Kind.OP, gate.op)
 
     def leave(self, phase: Phase, stage: int, microbatch: int) -> None:
-        """End this op's turn and admit the next op of its lane."""
-        key = (phase, stage, microbatch)
+        """End this op's turn and admit the next op of its lane. The thread enters another op next, or calls `rest`."""
+        gate = self._gates[phase, stage, microbatch]
         if self._recorder is not None:
-            self._recorder(self._ops[key], self._begun.pop(key), time.perf_counter())
-        finish(self._under_way.pop(key, None))
-        following = self._following[key]
-        if following is not None:
-            with self._mutex:
-                if self.error is None:
-                    following.release()
+            self._recorder(gate.op, gate.begun, time.perf_counter())
+        if gate.range is not None:
+            finish(gate.range)
+            gate.range = None
+        following = gate.following
+        with self._mutex:
+            if self.error is not None:
+                return
+            if gate.baton:
+                self._baton_taken = False
+            if following is not None:
+                following.is_next = True
+                if following.waiting:
+                    if following.baton:
+                        self._for_baton.append(following)
+                    else:
+                        self._admit(following)
+            if not (gate.baton and self._exclusive):
+                self._hand_over()
+
+    def rest(self) -> None:
+        """The calling thread enters no op for now."""
+        with self._mutex:
+            self._hand_over()
 
     def abort(self, error: BaseException) -> None:
         """Give the step up: every thread that waits, or comes later, gets `Aborted`. The first error is kept."""
@@ -83,8 +140,18 @@ class Turnstile:
                 return
             self.error = error
             for gate in self._gates.values():
-                with contextlib.suppress(RuntimeError):  # already open
-                    gate.release()
+                if gate.waiting:
+                    self._admit(gate)
+
+    def _hand_over(self) -> None:
+        """The baton, if no thread has it, goes to the one that has waited longest for it alone."""
+        if self._for_baton and not self._baton_taken and self.error is None:
+            self._baton_taken = True
+            self._admit(self._for_baton.popleft())
+
+    def _admit(self, gate: _Gate) -> None:
+        gate.waiting = False
+        gate.admitted.release()
 
 
 def _key(op: Op) -> tuple[Phase, int, int]:
