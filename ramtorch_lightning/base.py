@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ramtorch_lightning._lightning import CheckpointIO, SingleDeviceStrategy
+from ramtorch_lightning._lightning import CheckpointIO, SingleDeviceStrategy, pl
 from ramtorch_lightning.checkpoint import LocalCheckpointIO
 from ramtorch_lightning.state import on_host
 
@@ -22,6 +23,12 @@ class HostStrategy(SingleDeviceStrategy):
 
     strategy_name = ""
     _alias: type[HostStrategy]  # what LightningCLI finds by that name
+
+    @override
+    def setup_environment(self) -> None:
+        if self.lightning_module is not None:
+            _let_see_threads(self.lightning_module.trainer.profiler)  # type: ignore[attr-defined]
+        super().setup_environment()
 
     @override
     @contextlib.contextmanager
@@ -79,3 +86,13 @@ def _let_command_lines_name(strategy: type[HostStrategy]) -> None:
         name = strategy.strategy_name
         strategy._alias = type(name, (strategy,), {"__module__": __name__, "__doc__": strategy.__doc__})
         globals()[name] = strategy
+
+
+def _let_see_threads(profiler: object) -> None:
+    """Let torch's profiler record microbatches and updates, which run in threads of their own.
+
+    By default it records the thread that starts it. An `experimental_config` of the user's own stays.
+    """
+    if isinstance(profiler, pl.profilers.PyTorchProfiler):
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        profiler._profiler_kwargs.setdefault("experimental_config", everywhere)

@@ -70,7 +70,11 @@ class MicrobatchedStrategy(HostStrategy):
                 result, taken = StepResult(outputs, {}), False
             else:
                 accumulate = not (first or watched)
-                result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
+                try:
+                    result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
+                except RuntimeError as error:
+                    _explain(error)
+                    raise
                 taken = self._takes_gradients()
         logs.replay()
         return publishing(result, share, sizes, watched, taken=taken)
@@ -109,3 +113,14 @@ class MicrobatchedStrategy(HostStrategy):
         if message not in self._told:
             self._told.add(message)
             rank_zero_warn(message)
+
+
+def _explain(error: RuntimeError) -> None:
+    """Add the cause and the remedy to torch's complaint about a graph that ends too early."""
+    if "appears to not have been used in the graph" in str(error) and "(ramtorch:" not in str(error):
+        error.args = (
+            f"{error}\n(ramtorch: the graph of a microbatch ends where the next chunk or stage begins, so its "
+            f"training_step cannot take gradients through the model. Use OffloadStrategy(n_microbatches=1), or manual "
+            f"optimization.)",
+            *error.args[1:],
+        )

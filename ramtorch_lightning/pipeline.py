@@ -75,7 +75,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
-        evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole.
+        evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole. With
+            `Trainer(inference_mode=False)` a step may compute gradients, and microbatches run one after the other.
         accelerator: Lightning's accelerator; by default chosen by the Trainer.
         checkpoint_io: writes and reads checkpoints; by default without a second copy in RAM.
         precision_plugin: Lightning's precision plugin; by default what `Trainer(precision=)` says.
@@ -309,6 +310,11 @@ class PipelineStrategy(MicrobatchedStrategy):
 
         number = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         with logs.active():
-            outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
+            if torch.is_inference_mode_enabled():
+                outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
+            else:  # the step may compute gradients, and stages would end its graph
+                self._tell_once("with inference_mode=False a batch that is evaluated runs without overlap")
+                with self.runner.transparent():
+                    outputs = [step(item) for item in enumerate(inputs)]
         logs.replay()
         return join(outputs, sizes)
