@@ -104,11 +104,11 @@ class DeviceUpdater(Updater):
             self._homes.release()
 
     def _next(self) -> GroupUpdate | None:
-        with self._changed:
-            idle = not any(not waiting.held for waiting in self._queue)
-        if idle:
+        while True:
+            with self._changed:  # held until something was taken: what is queued may be dropped at any other moment
+                if not self._sent or any(not waiting.held for waiting in self._queue):
+                    return super()._next()
             self._collect(wait=True)
-        return super()._next()
 
     def _take_on(self, chosen: GroupUpdate) -> None:
         with torch.no_grad(), torch.inference_mode(False):

@@ -18,7 +18,7 @@ from ramtorch_core.optim import device_updates
 from ramtorch_core.optim.device_updates import DeviceUpdater, updates_on_device
 from ramtorch_core.optim.pieces import Route
 from ramtorch_core.optim.steps import Recipe, WeightUpdate
-from ramtorch_core.optim.updater import GroupUpdate
+from ramtorch_core.optim.updater import GroupUpdate, Updater
 
 __all__ = ["small_pieces"]
 
@@ -222,6 +222,31 @@ def test_after_backward_the_lowest_group_goes_first(late: Work) -> None:
     late.updater.backward_over()
     release(late)
     assert late.updater.order == [3, 1, 2]
+
+
+def test_what_is_dropped_between_looking_and_taking_keeps_nobody_waiting(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread sees a group in the queue, which is dropped then: what it has sent must still be finished."""
+    take, dropping = Updater._next, threading.Thread(target=work.updater.drop, name="drops")
+
+    def interrupted(self: Updater) -> Any:
+        if work.updater._sent and self._queue:
+            dropping.start()
+            dropping.join(0.1)  # over at once, but for the group that was sent
+        return take(self)
+
+    monkeypatch.setattr(Updater, "_next", interrupted)
+    with work.updater._changed:
+        work.begin()
+        work.submit(0)
+        work.submit(1)
+    deadline = threading.Event()
+    while not dropping.ident and not deadline.wait(0.001):
+        pass
+    dropping.join(LIMIT)
+    assert not dropping.is_alive()
+    assert sorted(work.finished) == [0, 1]
 
 
 def test_a_piece_waits_while_a_copy_of_weights_is_under_way(work: Work) -> None:
