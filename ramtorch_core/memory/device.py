@@ -146,7 +146,8 @@ class Device:
         if not self.asynchronous or nbytes == 0:
             return False
         torch.cuda.init()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        with torch.cuda.device(self.torch):  # else a context is made on the thread's current device, whichever that is
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code == 0:
             return True
         log.warning(
@@ -162,7 +163,8 @@ class Device:
     def page_unlock(self, address: int) -> None:
         """Undo `page_lock`. Waits for copies that still use the memory."""
         if self.asynchronous:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            with torch.cuda.device(self.torch):
+                torch.cuda.cudart().cudaHostUnregister(address)
 
     def free_bytes(self) -> int | None:
         """Bytes of device memory that are free now, or None where that is not known."""

@@ -1,5 +1,7 @@
 """The CPU twin of a device does nothing, and does it with the same calls."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -33,3 +35,31 @@ def test_kinds_of_devices_that_are_not_supported_are_refused(name):
 def test_a_gpu_that_does_not_exist_is_refused_with_the_number_of_those_that_do():
     with pytest.raises(ConfigurationError, match=f"this machine has {device_count()} CUDA devices"):
         Device(torch.device("cuda", 99))
+
+
+def test_memory_is_locked_in_the_context_of_the_device_whatever_the_threads_current_one(monkeypatch):
+    """A context on another GPU would take half a gigabyte there."""
+    calls, current = [], [0]
+
+    class Runtime:
+        def cudaHostRegister(self, *arguments):
+            calls.append(("lock", current[0], arguments))
+            return 0
+
+        def cudaHostUnregister(self, *arguments):
+            calls.append(("unlock", current[0], arguments))
+
+    @contextlib.contextmanager
+    def using(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", using)
+    device = Device("cpu")
+    device.torch, device.asynchronous = torch.device("cuda", 1), True
+    assert device.page_lock(64, 4096)
+    device.page_unlock(64)
+    assert calls == [("lock", 1, (64, 4096, 0)), ("unlock", 1, (64,))]
