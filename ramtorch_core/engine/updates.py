@@ -182,6 +182,7 @@ class Updates:
             if not self._fell_back:
                 self._fell_back = True
                 log.warning("chunk '%s' is updated on the host: %s", group.name, WHY_HOST)
+        self._norms.note(chosen, self._held)  # before the copies, for which the end of the backward waits
         if added:
             self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
             arrived = self._device.record(self._gradients.stream)
@@ -195,7 +196,6 @@ class Updates:
             except BaseException:
                 finished()
                 raise
-        self._norms.note(chosen, self._held)
         updates = [WeightUpdate(weight, grad, recipes[weight.parameter]) for weight, grad in grads.items()]
         self.updater.submit(GroupUpdate(group, updates, arrived, finished, held=self._held))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,27 @@ class Norms:
             for index, parameter in enumerate(parameters):
                 if found[index] is None and parameter.grad is not None:
                     found[index] = torch.linalg.vector_norm(parameter.grad)
-            norms = [norm.cpu() for norm in found if norm is not None]
+            norms = _on_host([norm for norm in found if norm is not None])
             if not norms:
                 return torch.tensor(0.0), 1.0
             total = torch.linalg.vector_norm(torch.stack(norms))
             scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            scales = {scale.device: scale}
             for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale.to(parameter.grad.device))
+                if (grad := parameter.grad) is not None:
+                    if grad.device not in scales:
+                        scales[grad.device] = scale.to(grad.device)
+                    grad.mul_(scales[grad.device])
             return total, float(scale)
+
+
+def _on_host(norms: Sequence[Tensor]) -> list[Tensor]:
+    """These numbers in host memory; those of one device and dtype come in one copy, for which the host waits."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, norm in enumerate(norms):
+        alike.setdefault((norm.device, norm.dtype), []).append(index)
+    found = list(norms)
+    for indices in alike.values():
+        for index, norm in zip(indices, torch.stack([norms[i] for i in indices]).cpu(), strict=True):
+            found[index] = norm
+    return found

@@ -67,6 +67,19 @@ def test_norms_that_are_zero_or_not_finite_scale_as_in_torch(value: float) -> No
         torch.testing.assert_close(one, p.grad, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+def test_norms_of_one_device_come_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (copies.append(tensor), cpu(tensor))[1])
+    given = parameters(*range(1, 9))
+    norms = Norms()
+    norms.note({Weight(str(i), p, ()): torch.full_like(p, 2.0) for i, p in enumerate(given[:5])}, True)
+    for p in given[5:]:
+        p.grad = torch.full_like(p, 2.0)
+    total, _ = norms.clip(given, 1.0)
+    assert total == 12.0
+    assert len(copies) == 1
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     assert Norms().clip(parameters(2, 3), 1.0) == (torch.tensor(0.0), 1.0)
 
