@@ -83,9 +83,18 @@ def why_whole(optimizer: Optimizer) -> str | None:
         return f"{name} is capturable or differentiable"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_hooks():
         return f"{name} has step hooks"
+    if granularity(optimizer) is Granularity.PARAMETER and any(map(_epsilon_of_the_first, optimizer.param_groups)):
+        return f"{name} takes a group's epsilon from its first parameter's dtype: pass one, or a group per dtype"
     if _replaced_step(optimizer):
         return f"the step method of this {name} was replaced"
     return None
+
+
+def _epsilon_of_the_first(group: Mapping[str, Any]) -> bool:
+    """Whether the step of one parameter depends on others of its group, as in torch's Adafactor."""
+    eps = group.get("eps")
+    by_dtype = isinstance(eps, tuple | list) and eps[0] is None
+    return by_dtype and len({parameter.dtype for parameter in group["params"]}) > 1
 
 
 def _global_hooks() -> bool:

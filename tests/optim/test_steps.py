@@ -275,6 +275,15 @@ def test_a_granularity_that_does_not_exist_raises() -> None:
         granularity(Wrong(masters(), lr=0.1))
 
 
+def test_a_group_of_several_dtypes_is_stepped_whole_where_one_of_them_counts_for_all() -> None:
+    """torch's Adafactor takes the epsilon of its first parameter's dtype for those behind it."""
+    mixed = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    assert "a group per dtype" in str(why_whole(torch.optim.Adafactor(mixed)))
+    assert why_whole(torch.optim.Adafactor(mixed, eps=(1e-8, 1e-3))) is None
+    assert why_whole(torch.optim.Adafactor([{"params": [p]} for p in mixed])) is None
+    assert why_whole(torch.optim.AdamW(mixed)) is None
+
+
 def test_reasons_to_step_whole_are_named() -> None:
     scheduled = AdamW(masters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
