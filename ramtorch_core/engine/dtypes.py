@@ -22,6 +22,7 @@ class StreamDtypes:
         compute: autocast's dtype, or None when the model runs without.
         changed: an observation contradicts the present layout.
         asked: weights that would cross in `compute`, if there were not this code that asked for their dtype.
+        inside: autocast's dtypes in the visits of the step, noted while `compute` is None.
 
     Raises:
         ConfigurationError: the override is something else, or not a floating-point dtype.
@@ -39,8 +40,16 @@ class StreamDtypes:
         self.compute: torch.dtype | None = None
         self.changed = False
         self.asked: dict[Weight, str] = {}
+        self.inside: set[torch.dtype | None] = set()
         self.warned = False
         self._casts: dict[Weight, bool] = {}
+
+    def at_beginning(self, ambient: torch.dtype | None) -> torch.dtype | None:
+        """Autocast's dtype for the step that begins; if it begins outside of autocast, that of all visits before."""
+        inside, self.inside = self.inside, set()
+        if ambient is None and self.compute is None and len(inside) == 1:
+            return inside.pop()
+        return ambient
 
     def wanted(self, weight: Weight) -> torch.dtype:
         """The dtype in which `weight` should cross now."""

@@ -41,6 +41,7 @@ class Entrances:
 
     Args:
         unwatched: around visits, in which nobody watches for uses of masters.
+        learn: around visits, with the index of the chunk, to watch how it uses its weights.
 
     Attributes:
         around_visit: around each forward visit, with the chunk, its arguments, and keyword arguments.
@@ -52,8 +53,10 @@ class Entrances:
         inventory: Inventory,
         visits: Visits,
         unwatched: Callable[[], AbstractContextManager[None]],
+        learn: Callable[[Visits, int], AbstractContextManager[None]],
     ) -> None:
-        self._scopes, self._inventory, self._visits, self._unwatched = scopes, inventory, visits, unwatched
+        self._scopes, self._inventory, self._visits = scopes, inventory, visits
+        self._unwatched, self._learn = unwatched, learn
         self.around_visit: Callable[[Chunk, Any, Any], AbstractContextManager[None]] | None = None
         self._entered = 0  # forwards of the root or its children, one inside another
         chunks = inventory.census.chunks
@@ -89,7 +92,7 @@ class Entrances:
             if self._entered == 0 and self._scopes.nested and current_task() == -1:
                 self._inventory.rest.follow_toggles()
             around = nullcontext() if self.around_visit is None else self.around_visit(chunk, args, kwargs)
-            with self._unwatched(), around:
+            with self._unwatched(), around, self._learn(self._visits, chunk.index):
                 return self._visits.forward(inner, chunk, args, kwargs)
 
     def _enter(self, inner: Callable[..., Any], _chunk: Chunk | None, args: Any, kwargs: Any) -> Any:

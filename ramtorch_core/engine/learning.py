@@ -1,9 +1,14 @@
-"""The first steps are watched: once with gradients and once without, under each autocast."""
+"""The first steps are watched: once with gradients and once without, under each autocast.
+
+So is the first visit of a chunk that none of them called.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +16,9 @@ from torch import Tensor, nn
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.observe import Observer
 from ramtorch_core.memory.weights import Weight, WeightGroup
+
+if TYPE_CHECKING:
+    from ramtorch_core.engine.visits import Visits
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +36,12 @@ class Learning:
         self._device, self._exact, self._dtypes = device, exact, dtypes
         self._observer: Observer | None = None
         self._seen: set[bool] = set()
-        self._gradients = False
+        self._chunks: set[tuple[int, bool]] = set()  # indices of those that were watched, with gradients and without
+        self._gradients = self._compiled = False
 
     def begin_step(self, groups: Iterable[WeightGroup], *, compiled: bool) -> None:
         """A step begins; inside compiled code single operations cannot be seen."""
-        self._gradients = torch.is_grad_enabled()
+        self._gradients, self._compiled = torch.is_grad_enabled(), compiled
         if self._observer is None and not self._seen and not compiled:
             self._observer = Observer(self._device, self._exact, self._dtypes.is_fixed)
             self._observer.masters = {id(w.parameter): w for group in groups for w in group.weights}
@@ -45,6 +54,29 @@ class Learning:
             return None  # there is nothing to see
         self._observer.compute = self._dtypes.compute
         return self._observer
+
+    @contextlib.contextmanager
+    def first_visit(self, visits: Visits, chunk: int) -> Iterator[None]:
+        """Around a forward visit of this chunk: watch it if that was never done, and nobody watches all of the step."""
+        if self._dtypes.compute is None:
+            self._dtypes.inside.add(visits.ambient())
+            yield
+            return
+        visit = (chunk, torch.is_grad_enabled())
+        if visit in self._chunks or self._compiled:
+            yield
+            return
+        self._chunks.add(visit)
+        if visits.observing is not None:
+            yield
+            return
+        observer = visits.observing = Observer(self._device, self._exact, self._dtypes.is_fixed)
+        observer.compute = self._dtypes.compute
+        try:
+            with observer:
+                yield
+        finally:
+            visits.observing = None
 
     def finish_step(self) -> None:
         """A step like this has been seen."""
@@ -72,6 +104,7 @@ class Learning:
     def forget(self) -> None:
         """What was seen does not count any more."""
         self._observer, self._seen = None, set()
+        self._chunks.clear()
 
     def strays(self) -> set[nn.Parameter]:
         """Parameters that were used outside of their chunk's forward, each with a warning."""

@@ -113,7 +113,8 @@ class Streamer:
         self._depth, self._lending = 0, False  # scopes, one inside another
         self._compiled = False  # a part of the tree, in the step under way
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
-        self._entrances = Entrances(self, self._inventory, self._visits, self.updates.watching.pause)
+        learn = self._learning.first_visit
+        self._entrances = Entrances(self, self._inventory, self._visits, self.updates.watching.pause, learn)
         self._step_hook = tell_of_steps(weakref.ref(self))
         weakref.finalize(self, self._step_hook.remove)
         weakref.finalize(self, self.updates.updater.close)
@@ -298,7 +299,7 @@ class Streamer:
             self.follower.prefetch()
 
     def _begin_step(self) -> None:
-        ambient = self._visits.ambient()
+        ambient = self.dtypes.at_beginning(self._visits.ambient())
         self.end_lending()
         strays = self._learning.strays()
         if strays or self._inventory.moved():

@@ -56,6 +56,26 @@ def test_every_way_to_use_a_weight_accumulates_exactly_under_autocast(mode, kind
     assert_equals_resident(build, training(torch.bfloat16, microbatches=3), **mode)
 
 
+class Late(Stack):
+    """Its second chunk is not called in the first step."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return super().forward(x) if self.steps > 1 else self.blocks[0](x)
+
+
+@every_policy
+@pytest.mark.parametrize("kind", ON_ROWS)
+@pytest.mark.parametrize("remember", [False, True])
+def test_a_chunk_that_is_called_late_is_exact_under_autocast(mode, kind, remember):
+    def build():
+        return Late(nn.Linear(WIDTH, WIDTH), kind() if kind is Functional else kind(WIDTH, WIDTH))
+
+    assert_equals_resident(build, training(torch.bfloat16, remember=remember), steps=4, **mode)
+
+
 @every_policy
 @halves
 @pytest.mark.parametrize("dimensions", [1, 2, 3])

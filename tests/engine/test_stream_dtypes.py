@@ -1,6 +1,7 @@
 """In which dtype each weight crosses, by observation and by the user's choice."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,3 +123,47 @@ def test_visits_outside_of_autocast_after_half_precision_shadows_are_told_once(c
         for _ in range(2):
             model(data()).sum().backward()
     assert sum("outside of autocast" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("island", [False, True])
+def test_autocast_that_begins_inside_of_a_scope_decides_from_the_second_step_on(island):
+    """Unless a chunk runs outside of it."""
+    model = stack(2)
+    if island:
+        plain = model.blocks[1].forward
+        model.blocks[1].forward = lambda x: plain(x.float())
+    with streaming(model) as streamer:
+        for index in range(3):
+            with streamer.scope():
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = model.blocks[0](data(index))
+                with torch.autocast("cpu", torch.bfloat16, enabled=not island):
+                    y = model.blocks[1](y.float())
+            y.float().square().mean().backward()
+            found = {w.name: w.dtype for w in streamer.groups[0].weights}
+            assert found["blocks.0.up.weight"] == (torch.bfloat16 if index and not island else torch.float32)
+            assert found["blocks.0.norm.weight"] == torch.float32
+
+
+def test_autocast_inside_of_a_scope_changes_no_bit():
+    def step(model, optimizer, index):
+        optimizer.zero_grad()
+        streamer = next(iter(engines), None)
+        with streamer.scope() if streamer else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(data(index)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    engines: list = []
+    records = []
+    for streamed in (True, False):
+        torch.manual_seed(0)
+        model = stack()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with streaming(model) if streamed else nullcontext() as streamer:
+            engines[:] = [streamer] if streamed else []
+            records.append(
+                [step(model, optimizer, index) for index in range(4)] + [p.detach().clone() for p in model.parameters()]
+            )
+    assert all(map(torch.equal, *records))
