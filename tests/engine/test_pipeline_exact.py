@@ -56,17 +56,47 @@ def test_a_weight_tied_across_stages(functional: bool, schedule: str) -> None:
     assert_exact(Tied(functional), CUTS[4], ids, schedule)
 
 
-class TiedBackwards(Chain):
-    """A weight registered late and used early: its home has its backward before the first stage has."""
+class Shared(Chain):
+    """One weight, at home in stage `home`, that the stages `users` use `times` times each, some in two ways."""
+
+    def __init__(self, home: int, users: dict[int, int]) -> None:
+        super().__init__()
+        self.blocks[home].shared = nn.Linear(WIDTH, WIDTH)
+        self.home, self.users = home, users
+
+    def users_of(self, x: Tensor) -> dict[int, int]:
+        return self.users
 
     def training_step(self, batch: Any) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self(F.linear(x, self.blocks[3].up.weight[:WIDTH])), y)
+        shared, users = self.blocks[self.home].shared, self.users_of(x)
+        for stage, block in enumerate(self.blocks):
+            x = block(x)
+            for use in range(users.get(stage, 0)):
+                x = x + (shared(x) if use % 2 == 0 else x * shared.weight.sum(0))
+        return F.cross_entropy(self.head(x), y)
 
 
-def test_a_weight_used_in_an_earlier_stage_than_its_home_is_right_and_repeatable() -> None:
-    """Its sum may associate differently from one graph's, so it is compared with two microbatch terms only."""
-    assert_exact(TiedBackwards(), CUTS[4], steps(microbatches=1))
+USERS = [{0: 1, 3: 1}, {0: 3, 1: 3, 3: 3}, {0: 1, 1: 2, 2: 3, 3: 4}, {2: 3, 3: 2}, {0: 2, 1: 1}]
+
+
+@pytest.mark.parametrize("users", USERS)
+@pytest.mark.parametrize("home", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["sequential", "staggered_1b1f", "zb_h1", "zbv"])
+def test_a_weight_used_before_at_and_after_its_home_has_the_sum_of_one_graph(
+    home: int, users: dict[int, int], schedule: str
+) -> None:
+    """Gradients used to be added up per stage, and those of stages before the home only after the step."""
+    assert_exact(Shared(home, users), CUTS[4], steps(5), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_that_some_microbatches_use_before_its_home_and_others_do_not(schedule: str) -> None:
+    class Sometimes(Shared):
+        def users_of(self, x: Tensor) -> dict[int, int]:
+            return ({0: 2} if float(x[0, 0]) > 0 else {3: 2}) | ({1: 1} if float(x[0, 1]) > 0 else {2: 3})
+
+    assert_exact(Sometimes(2, {}), CUTS[4], steps(8, 3), schedule)
 
 
 class Skips(Chain):

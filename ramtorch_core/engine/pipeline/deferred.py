@@ -81,8 +81,8 @@ class Deferral:
         self._anchor = anchor
         self._queue: list[Job] = []
         self._deferred: set[int] = set()
-        self._aliases: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._first: dict[int, list[Tensor]] = {}
+        self._aliases: list[tuple[Tensor, Tensor, int]] = []
+        self._first: list[tuple[Tensor, Tensor]] = []
 
     def call(
         self,
@@ -113,20 +113,16 @@ class Deferral:
 
     def alias(self, parameter: Tensor, number: int) -> Tensor:
         """What stands for a deferred weight in any other call; its gradient waits with the others."""
-        known = self._aliases.get(id(parameter))
-        leaf = torch.nn.Parameter(parameter.detach()) if known is None else known[1]
-        self._aliases[id(parameter)] = (parameter, leaf, number)
+        leaf = torch.nn.Parameter(parameter.detach())
+        self._aliases.append((parameter, leaf, number))
+        self._deferred.add(id(parameter))
         return leaf
 
     def take(self, returned: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Keep the gradients from later stages that belong to weights deferred here; returns the others."""
-        others = []
+        others: list[tuple[Tensor, Tensor]] = []
         for parameter, gradient in returned:
-            if id(parameter) in self._deferred or id(parameter) in self._aliases:
-                self._first.setdefault(id(parameter), []).append(gradient)
-                self._aliases.setdefault(id(parameter), (parameter, torch.nn.Parameter(parameter.detach()), 0))
-            else:
-                others.append((parameter, gradient))
+            (self._first if id(parameter) in self._deferred else others).append((parameter, gradient))
         return others
 
     def finish(self) -> None:
@@ -134,25 +130,14 @@ class Deferral:
 
         The terms of a sum are added in the order in which one backward would have added them.
         """
-        terms: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
-        for parameter, leaf, number in self._aliases.values():
-            found = terms.setdefault(id(parameter), (parameter, []))[1]
-            found += [(1 << 62, gradient) for gradient in self._first.get(id(parameter), [])]
-            if leaf.grad is not None:
-                found.append((number, leaf.grad))
-        for job in self._queue:
-            for parameter, gradient in job.weight_gradients():
-                terms.setdefault(id(parameter), (parameter, []))[1].append((job.number, gradient))
-        sums = []
-        for parameter, found in terms.values():
-            found.sort(key=lambda term: -term[0])  # stable
-            total = None
-            for _, gradient in found:
-                total = gradient if total is None else total + gradient
-            if total is not None:
-                sums.append((parameter, total))
+        terms = [(1 << 62, parameter, gradient) for parameter, gradient in self._first]
+        terms += [(number, parameter, leaf.grad) for parameter, leaf, number in self._aliases if leaf.grad is not None]
+        terms += [(job.number, parameter, found) for job in self._queue for parameter, found in job.weight_gradients()]
+        terms.sort(key=lambda term: -term[0])  # stable
+        sums: dict[Tensor, Tensor] = {}
+        for _, parameter, gradient in terms:
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         if sums:
             _engine_run_backward(
-                tuple(p for p, _ in sums), tuple(g for _, g in sums), False, False, (),
-                allow_unreachable=True, accumulate_grad=True,
-            )  # fmt: skip
+                tuple(sums), tuple(sums.values()), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )

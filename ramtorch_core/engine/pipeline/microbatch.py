@@ -72,6 +72,8 @@ class Microbatch:
         self.in_backward = False
         self._known = known
         self._ready = ready
+        self.early: list[frozenset[int]] = []
+        """Per stage, `Loans.early` when it began: the stage works on leaves of its own instead of these."""
         self._began: list[int] = []
         self._ended: list[Event] = []
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -97,6 +99,7 @@ class Microbatch:
         self.stage = stage
         self.low = _sequence_number()
         self._began.append(self.low)
+        self.early.append(self.loans.early)
 
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
@@ -132,7 +135,7 @@ class Microbatch:
                 return False
             return not is_lent(tensor)  # copies that stay on a streamed stage's device were lent before the step
         away = self.homes.get(id(tensor), self.stage) != self.stage
-        return away or (self._deferrable is not None and self.may_defer(tensor))
+        return away or id(tensor) in self.early[self.stage] or (self._deferrable is not None and self.may_defer(tensor))
 
     def bring(self, tensor: Tensor, foreign: bool) -> Tensor:
         """What stands for `tensor` in the current stage, on its device, always the same for the same tensor.
@@ -144,7 +147,8 @@ class Microbatch:
         if arrived is not None and arrived.is_current(tensor):
             return arrived.local
         if id(tensor) in self.homes and isinstance(tensor, torch.nn.Parameter):
-            if self.homes[id(tensor)] == self.stage and self.deferrals is not None:
+            at_home = self.homes[id(tensor)] == self.stage and id(tensor) not in self.early[self.stage]
+            if at_home and self.deferrals is not None:
                 return self.deferrals[self.stage].alias(tensor, _sequence_number())
             return self.loans.borrow(tensor, self.stage)
         if tensor.requires_grad and not foreign:  # on the wrong device, in the graph of this stage
@@ -184,6 +188,7 @@ class Microbatch:
             self._deferrable is not None
             and id(value) in self._deferrable
             and self.homes.get(id(value)) == self.stage
+            and id(value) not in self.early[self.stage]
             and value.requires_grad
             and torch.is_grad_enabled()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -67,7 +67,7 @@ class Step:
         self.deferred: dict[tuple[int, int], Deferral] = {}
         self.outputs: list[Any] = [None] * len(self.inputs)
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
-        self.loans = Loans(homes, devices, links, self.ready)
+        self.loans = Loans(homes, devices, links, self.ready, deferrable is not None)
         self._several_devices = len(self.ready) > 1
         self._remaining = iter(range(len(self.inputs)))
         self._mutex = threading.Lock()
@@ -177,7 +177,7 @@ class Step:
             roots += loss
             loss.clear()
         roots += microbatch.owed(stage)
-        returned = self.loans.returned(stage, m)
+        returned = self.loans.returned(stage, m, microbatch.early[stage])
         if microbatch.deferrals is not None:
             deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
             returned = deferral.take(returned)
@@ -185,7 +185,7 @@ class Step:
         _run_backward(roots, stage, frontier)
         del roots
         microbatch.settle(stage)
-        self.loans.collect(stage, m)
+        self.loans.collect(stage, m, microbatch.early)
         self.turnstile.leave("B", stage, m)
 
 
