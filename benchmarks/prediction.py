@@ -1,14 +1,25 @@
-"""Predicted against measured: seconds per step and peak memory of many plans, from one calibration.
+"""Predicted against measured: seconds per step, their parts, and peak memory of many plans, from one calibration.
 
-    python benchmarks/prediction.py [--output predictions.json]     # a minute on an H200
+    python benchmarks/prediction.py [--output predictions.json]     # some minutes on a GPU; two GPUs get pipelines too
     python benchmarks/prediction.py --quick                         # one window only
-    python benchmarks/prediction.py --windows 2 --pins 0 --microbatches 1
+    python benchmarks/prediction.py --device cpu                    # the same, tiny, where the host computes
 
 The reference stack, small enough that a plan takes a second, is calibrated once and then trained for some steps under
 each plan: every window, resident chunks, activation policy and number of microbatches, with AdamW overlapped on the
-host. Steps follow each other without waiting, so updates run on into the next step, as in the simulator. With two
-devices, pipelines of resident stages follow, each schedule without an optimizer. Prints a table, and one JSON object at
-the end; its rows also tell how long the parts of a step took, as the engine's own ranges show them.
+host. Steps follow each other without waiting, so updates run on into the next step, as in the simulator. Then `auto`
+chooses for a limited memory, from steps that it measures itself. With two devices, pipelines of resident stages follow,
+each schedule without an optimizer.
+
+A row of the table has a second line: milliseconds of the parts of a step, predicted and measured, as the engine's own
+ranges show them in further steps, and the part whose difference is largest, which is where to look when a row is off.
+
+| part | what |
+| --- | --- |
+| compute | the device, or the mean of two, without waiting |
+| in, out | copies to the device and to the host; on a CPU the thread that computes makes them |
+| update | the optimizer on the host, beside the step |
+| issue | the host, to launch what a step computes, beside the step; not on a CPU |
+| idle | the rest of the step: the device waits for copies, updates, the host, or another device |
 """
 
 from __future__ import annotations
@@ -21,7 +32,6 @@ import itertools
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,21 +41,25 @@ import torch
 from reference import build, loss_function, tokens
 from torch import Tensor, nn
 
-from ramtorch_core import attach
+from ramtorch_core import Streamer, attach
+from ramtorch_core.parts import Part, measured_parts, pipeline_parts, predicted_parts
 from ramtorch_core.pipeline import PipelineRunner, plan_schedule
 from ramtorch_core.prediction import (
     Calibration,
     Optimizer,
     PipelinePlan,
-    Prediction,
     StreamingPlan,
     calibrate,
     predict,
     predict_pipeline,
 )
+from ramtorch_core.tuning import TIMED, WARM_UP, Tuner
 
-WARM_UP = 2
+BEFORE = 3
+"""Steps before those that are timed."""
 DTYPE = torch.bfloat16
+SIZES = {"cuda": (6, 2048, 4, 2048, 1 << 20), "cpu": (3, 128, 2, 64, 1 << 12)}
+"""Layers, width, sequences of one microbatch, their length, and bytes of tensors that do not stream."""
 
 
 def synchronize() -> None:
@@ -53,130 +67,136 @@ def synchronize() -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(step: Callable[[], object], steps: int) -> float:
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Seconds of the steps of one plan."""
+
+    median: float
+    least: float
+    most: float
+
+
+def timed(step: Callable[[], object], steps: int) -> Spread:
     """Seconds per step, of `steps` that follow others, and each other, without waiting in between."""
-    for _ in range(WARM_UP):
+    for _ in range(BEFORE):
         step()
-    start = time.perf_counter()
+    moments = [time.perf_counter()]
     for _ in range(steps):
         step()
-    return (time.perf_counter() - start) / steps
+        moments.append(time.perf_counter())
+    laps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return Spread(statistics.median(laps), min(laps), max(laps))
 
 
-@dataclasses.dataclass
-class Measured:
-    """Of one plan: seconds per step, bytes at the peak, and seconds of one step by kind of range."""
+class Training:
+    """A streamed model and the loop around it, which is that of a Trainer."""
 
-    seconds: float
-    peak: int | None
-    parts: dict[str, float]
+    def __init__(self, model: nn.Module, options: argparse.Namespace, **knobs: Any) -> None:
+        self.model, self.options = model, options
+        self.streamer: Streamer = attach(
+            model,
+            device=options.device,
+            chunks="*",
+            overlapped=True,
+            resident_below=options.resident_below,
+            host_memory=options.host_memory,
+            **knobs,
+        )
+        self.streamer.conservative, self.streamer.updates.run_on = False, True
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.x, self.y = tokens(options.batch, options.seq, options.device)
 
-
-def measure(
-    model: nn.Module, plans: Sequence[StreamingPlan], options: argparse.Namespace
-) -> Iterator[tuple[StreamingPlan, Measured]]:
-    """Streamed runs of plans that differ in their microbatches only."""
-    device, plan = options.device, plans[0]
-    streamer = attach(
-        model,
-        device=device,
-        chunks="*",
-        window=plan.window,
-        pin=plan.pin if isinstance(plan.pin, int) else list(plan.pin),
-        activations="checkpoint" if plan.checkpoint else "keep",
-        overlapped=True,
-        resident_below=options.resident_below,
-        host_memory=options.host_memory,
-    )
-    streamer.conservative, streamer.updates.run_on = False, True
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x, y = tokens(options.batch, options.seq, device)
-
-    def step(count: int) -> None:
-        for number in range(count):
-            with torch.autocast(torch.device(device).type, DTYPE), streamer.scope():
-                loss = loss_function(model(x), y) / count
-            last = number == count - 1
-            with streamer.updates.overlap(optimizer) if last else contextlib.nullcontext():
+    def step(self, microbatches: int = 1) -> None:
+        for number in range(microbatches):
+            with torch.autocast(torch.device(self.options.device).type, DTYPE), self.streamer.scope():
+                loss = loss_function(self.model(self.x), self.y) / microbatches
+            if number == 0:
+                self.optimizer.zero_grad()
+            last = number == microbatches - 1
+            with self.streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
                 loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
 
-    def finish() -> None:
-        streamer.updates.wait()
-        synchronize()
+    def measure(self, microbatches: int) -> tuple[Spread, int | None, dict[Part, float]]:
+        """Seconds per step, bytes at the peak, and seconds of a step by part."""
+        on_gpu = self.streamer.device.asynchronous
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        once = partial(self.step, microbatches)
+        spread = timed(once, max(4, self.options.steps // microbatches))
+        peak = torch.cuda.max_memory_allocated() if on_gpu else None
+        return spread, peak, measured_parts(self.streamer, once)
 
-    on_gpu = torch.device(device).type == "cuda"
-    try:
-        for each in plans:
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            once = partial(step, each.microbatches)
-            seconds = timed(once, max(2, options.steps // each.microbatches))
-            peak = torch.cuda.max_memory_allocated() if on_gpu else None
-            yield each, Measured(seconds, peak, parts(streamer, once, finish))
-    finally:
-        streamer.close()
-        for parameter in model.parameters():
+    def close(self) -> None:
+        self.streamer.close()
+        for parameter in self.model.parameters():
             parameter.grad = None
+        del self.optimizer
+        gc.collect()
 
 
-def parts(streamer: Any, step: Callable[[], object], finish: Callable[[], object]) -> dict[str, float]:
-    """Seconds that the ranges of each kind take in a step, added up."""
-    finish()
-    listener = streamer.device.ranges.listen()
-    try:
-        step()
-        finish()
-        found: dict[str, float] = defaultdict(float)
-        for each in listener.collect():
-            found[each.kind.value] += each.seconds
-        return dict(found)
-    finally:
-        listener.close()
+def row(name: str, seconds: float, spread: Spread, predicted: dict[Part, float], measured: dict[Part, float]) -> Any:
+    """One comparison, without memory."""
+    off = max(Part, key=lambda part: abs(predicted.get(part, 0.0) - measured.get(part, 0.0)))
+    return {
+        "plan": name,
+        "predicted": seconds,
+        "measured": spread.median,
+        "spread": dataclasses.asdict(spread),
+        "error": seconds / spread.median - 1,
+        "predicted_parts": {part.value: value for part, value in predicted.items()},
+        "measured_parts": {part.value: value for part, value in measured.items()},
+        "most_off": off.value,
+    }
 
 
-def streamed(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def with_memory(found: Any, predicted: float, measured: int | None) -> Any:
+    error = None if measured is None else predicted / measured - 1
+    return found | {"predicted_peak": predicted, "measured_peak": measured, "peak_error": error}
+
+
+def streamed(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     half = len(calibration.chunks) // 2
     for activations, pin, window in itertools.product(options.activations, options.pins, options.windows):
-        plans = [
-            StreamingPlan(
-                window=window,
-                pin=0 if pin == "0" else half,
-                checkpoint=activations == "checkpoint",
-                microbatches=microbatches,
-                optimizer=Optimizer.OVERLAPPED,
-            )
-            for microbatches in options.microbatches
-        ]
-        for plan, measured in measure(model, plans, options):
-            prediction = predict(calibration, plan)
-            rows.append(
-                {
-                    "plan": f"window={window} pin={plan.pin} {activations} x{plan.microbatches}",
-                    "predicted": prediction.seconds,
-                    "measured": measured.seconds,
-                    "error": prediction.seconds / measured.seconds - 1,
-                    "predicted_peak": prediction.peak_bytes,
-                    "measured_peak": measured.peak,
-                    "peak_error": None if measured.peak is None else prediction.peak_bytes / measured.peak - 1,
-                    "stall": prediction.result.stall,
-                    "parts": measured.parts,
-                    "predicted_parts": predicted_parts(prediction),
-                }
-            )
-            show(rows[-1])
-        gc.collect()
-    return rows
+        count = 0 if pin == "0" else half
+        training = Training(model, options, window=window, pin=count, activations=activations)
+        try:
+            for microbatches in options.microbatches:
+                plan = StreamingPlan(
+                    window=window,
+                    pin=count,
+                    checkpoint=activations == "checkpoint",
+                    microbatches=microbatches,
+                    optimizer=Optimizer.OVERLAPPED,
+                )
+                spread, peak, parts = training.measure(microbatches)
+                found = predict(calibration, plan)
+                name = f"window={window} pin={count} {activations} x{microbatches}"
+                line = row(name, found.seconds, spread, predicted_parts(found.result.timeline), parts)
+                yield with_memory(line, found.peak_bytes, peak)
+        finally:
+            training.close()
 
 
-def predicted_parts(prediction: Prediction) -> dict[str, float]:
-    """The same as `parts`, simulated."""
-    found: dict[str, float] = defaultdict(float)
-    for span in prediction.result.timeline.spans:
-        found[span.kind.name.lower()] += span.end - span.start
-    return dict(found)
+def chosen(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What "auto" chooses for a part of the memory that everything would take, and how that goes."""
+    most = StreamingPlan(window=1, pin=len(calibration.chunks), checkpoint=False, optimizer=Optimizer.OVERLAPPED)
+    limit = int(options.gpu_memory or 0.6 * predict(calibration, most).peak_bytes)
+    training = Training(model, options, window="auto", pin="auto", activations="auto", gpu_memory=limit)
+    try:
+        for _ in range(WARM_UP + TIMED + 1):
+            training.step()
+        tuner = training.streamer.tuning
+        choice = tuner.choice if isinstance(tuner, Tuner) else None
+        if choice is None:
+            print(f"auto: nothing was chosen for {limit / 1e9:.2f} GB")
+            return
+        print(f"auto, for {limit / 1e9:.2f} GB: {choice}")
+        spread, peak, parts = training.measure(1)
+        line = row("auto", choice.seconds, spread, predicted_parts(choice.result.timeline), parts)
+        yield with_memory(line, choice.peak_bytes, peak) | {"limit": limit, "fits": peak is None or peak <= limit}
+    finally:
+        training.close()
 
 
 def link_seconds(nbytes: int, devices: Sequence[str]) -> float:
@@ -187,56 +207,60 @@ def link_seconds(nbytes: int, devices: Sequence[str]) -> float:
         source.to(devices[1])
         synchronize()
 
-    laps = []
-    for _ in range(5):
-        start = time.perf_counter()
-        move()
-        laps.append(time.perf_counter() - start)
-    return min(laps)
+    return timed(move, 5).least
 
 
-def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
+def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each schedule with two stages, everything resident and kept, forward and backward alone."""
-    rows = []
     cut = len(calibration.chunks) // 2
     devices = options.pipeline_devices
     send = link_seconds(calibration.chunks[cut].boundary_bytes, devices)
+    x, y = tokens(options.batch, options.seq)
+    items = [(x.to(devices[0]), y.to(devices[1]))] * options.pipeline_microbatches
     for name in options.schedules:
-        schedule = plan_schedule(name, 2, options.pipeline_microbatches)
+        schedule = plan_schedule(name, 2, len(items))
         prediction = predict_pipeline(calibration, schedule, [cut], PipelinePlan(send=send))
-        first = int(calibration.chunks[cut].name)
-        runner = PipelineRunner(model, devices, schedule=name, stages=[str(first)])
-        x, y = tokens(options.batch, options.seq)
-        items = [(x.to(devices[0]), y.to(devices[1]))] * options.pipeline_microbatches
+        runner = PipelineRunner(model, devices, schedule=name, stages=[calibration.chunks[cut].name])
 
         def function(item: tuple[Tensor, Tensor]) -> Tensor:
             return loss_function(model(item[0]), item[1])
 
-        def step(runner: PipelineRunner = runner, items: list[Any] = items) -> None:
+        def step(runner: PipelineRunner = runner) -> None:
             with torch.autocast(torch.device(devices[0]).type, DTYPE):
                 runner.train(function, items, lambda loss, _: (loss / len(items), None))
             synchronize()
 
-        seconds = timed(step, max(2, options.steps // 2))
-        runner.close()
-        rows.append(
-            {
-                "plan": f"{name}, 2 stages x{options.pipeline_microbatches}",
-                "predicted": prediction.seconds,
-                "measured": seconds,
-                "error": prediction.seconds / seconds - 1,
-                "bubble": prediction.bubble,
-            }
+        try:
+            spread = timed(step, max(4, options.steps // 2))
+            parts = pipeline_parts(runner, step)
+        finally:
+            runner.close()
+        expected = {
+            Part.COMPUTE: prediction.compute * prediction.seconds,
+            Part.IDLE: (1 - prediction.compute) * prediction.seconds,
+        }
+        yield row(f"{name}, 2 stages x{len(items)}", prediction.seconds, spread, expected, parts)
+
+
+def show(found: dict[str, Any]) -> None:
+    line = f"{found['plan']:<34} {found['predicted']:9.4f} {found['measured']:9.4f} {found['error']:+8.1%}"
+    if found.get("measured_peak"):
+        line += f" {found['predicted_peak'] / 1e9:8.2f} {found['measured_peak'] / 1e9:8.2f} {found['peak_error']:+8.1%}"
+    ours, theirs = found["predicted_parts"], found["measured_parts"]
+    parts = [f"{p.value} {1e3 * ours.get(p.value, 0):.1f}/{1e3 * theirs.get(p.value, 0):.1f}" for p in Part]
+    print(f"{line}\n    {', '.join(parts)}; most off: {found['most_off']}", flush=True)
+
+
+def describe(calibration: Calibration) -> None:
+    for chunk in calibration.chunks:
+        print(
+            f"  chunk {chunk.name}: forward {1e3 * chunk.forward:.2f} ms, backward {1e3 * chunk.backward:.2f} ms, "
+            f"recompute {1e3 * chunk.recompute:.2f} ms, {chunk.weight_bytes / 1e6:.0f} MB of weights, "
+            f"{chunk.kept_bytes / 1e6:.0f} MB of activations, {chunk.boundary_bytes / 1e6:.0f} MB of inputs"
         )
-        show(rows[-1])
-    return rows
-
-
-def show(row: dict[str, Any]) -> None:
-    line = f"{row['plan']:<34} {row['predicted']:9.4f} {row['measured']:9.4f} {row['error']:+8.1%}"
-    if row.get("measured_peak"):
-        line += f" {row['predicted_peak'] / 1e9:8.2f} {row['measured_peak'] / 1e9:8.2f} {row['peak_error']:+8.1%}"
-    print(line, flush=True)
+    issue = {name: f"{1e3 * seconds:.2f}" for name, seconds in dataclasses.asdict(calibration.issue).items()}
+    print(f"  outside of them {1e3 * calibration.outside:.2f} ms; the host issues, in ms: {issue}")
+    print(f"  {calibration.peaks}; {calibration.rates}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -249,60 +273,70 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         resident_below=options.resident_below, host_memory=options.host_memory,
     )  # fmt: skip
     print(f"calibrated in {time.perf_counter() - begun:.1f} s")
-    for chunk in calibration.chunks:
-        print(
-            f"  chunk {chunk.name}: forward {1e3 * chunk.forward:.2f} ms, backward {1e3 * chunk.backward:.2f} ms, "
-            f"{chunk.weight_bytes / 1e6:.0f} MB of weights, {chunk.kept_bytes / 1e6:.0f} MB of activations"
-        )
-    print(
-        f"  outside of them {1e3 * calibration.outside:.2f} ms; the host issues a forward in "
-        f"{1e3 * calibration.issue_forward:.2f} ms, a backward in {1e3 * calibration.issue_backward:.2f} ms, the rest "
-        f"in {1e3 * calibration.issue_outside:.2f} ms; {calibration.rates}"
-    )
+    describe(calibration)
     print(f"{'plan':<34} {'predicted':>9} {'measured':>9} {'error':>8} {'GB pred.':>8} {'GB':>8} {'error':>8}")
-    rows = streamed(model, calibration, options)
-    if options.pipeline_devices:
-        rows += pipelined(model, calibration, options)
-    errors = [abs(row["error"]) for row in rows]
+    kinds: list[Callable[..., Iterator[dict[str, Any]]]] = [streamed]
+    kinds += [chosen] * options.auto + [pipelined] * bool(options.pipeline_devices)
+    rows = []
+    for kind in kinds:
+        for found in kind(model, calibration, options):
+            rows.append(found)
+            show(found)
     report = {
         "arguments": vars(options),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "calibration": dataclasses.asdict(calibration),
         "rows": rows,
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
+        **errors(rows, "error"),
+        **{f"peak_{key}": value for key, value in errors(rows, "peak_error").items()},
         "seconds": time.perf_counter() - begun,
     }
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}, {report['seconds']:.0f} s")
+    print(
+        f"time: median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}; within 10 %: "
+        f"{report['within_10_percent']} of {len(rows)}; {report['seconds']:.0f} s"
+    )
     print(json.dumps(report))
     return report
+
+
+def errors(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    found = [abs(each[key]) for each in rows if each.get(key) is not None]
+    return {
+        "median_error": statistics.median(found) if found else None,
+        "worst_error": max(found, default=None),
+        "within_10_percent": sum(each <= 0.1 for each in found),
+    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     available = torch.cuda.device_count()
     two = [f"cuda:{i}" for i in range(2)] if available >= 2 else []
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=4, help="sequences of one microbatch")
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=6, help="timed microbatches per plan, at least two steps")
+    for flag, text in {"layers": "", "width": "", "batch": "sequences of one microbatch", "seq": ""}.items():
+        parser.add_argument(f"--{flag}", type=int, default=None, help=text)
+    parser.add_argument("--steps", type=int, default=8, help="timed microbatches per plan, at least four steps")
     parser.add_argument("--windows", type=int, nargs="*", default=[1, 2, 3, 4])
     parser.add_argument("--pins", nargs="*", choices=["0", "half"], default=["0", "half"])
     parser.add_argument("--activations", nargs="*", choices=["keep", "checkpoint"], default=["keep", "checkpoint"])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--no-auto", dest="auto", action="store_false", help="leave out what 'auto' chooses")
+    parser.add_argument("--gpu-memory", type=float, default=None, help="bytes for 'auto'; by default too few for all")
     parser.add_argument("--schedules", nargs="*", default=["gpipe", "staggered_1b1f", "zb_h1"])
     parser.add_argument("--pipeline-microbatches", type=int, default=8)
     parser.add_argument("--pipeline-devices", nargs="*", default=two, help="two of them, or none for no pipelines")
     parser.add_argument("--device", default="cuda" if available else "cpu")
-    parser.add_argument("--resident-below", type=int, default=1 << 20, help="bytes of tensors that do not stream")
+    parser.add_argument("--resident-below", type=int, default=None, help="bytes of tensors that do not stream")
     parser.add_argument("--host-memory", type=int, default=None, help="bytes of RAM that may be used")
     parser.add_argument("--output", default=None, help="file for the JSON object")
     parser.add_argument("--quick", action="store_true", help="a window of 2 only")
     options = parser.parse_args(arguments)
+    names = ("layers", "width", "batch", "seq", "resident_below")
+    for name, size in zip(names, SIZES[torch.device(options.device).type], strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, size)
     if options.quick:
         options.windows = [2]
     return options

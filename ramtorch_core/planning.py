@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ramtorch_core.engine.chunks import ChunkSpec
 from ramtorch_core.engine.estimate import estimate_chunks
 from ramtorch_core.engine.modules import tensors_in
+from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
-from ramtorch_core.prediction import STATE_BYTES, Calibration, Optimizer, StreamingPlan, costs, mean_loss
-from ramtorch_core.simulate import simulate_streaming
+from ramtorch_core.prediction import STATE_BYTES, Calibration, StreamingPlan, mean_loss
 from ramtorch_core.simulate.costs import resident_chunks
 
 __all__ = ["Estimate", "Subject", "describe_machine", "estimate", "host_bytes"]
@@ -118,12 +118,11 @@ def estimate(
             resident_below=resident_below,
             autocast=autocast,
         )
-    plan = StreamingPlan(window=found.window, optimizer=Optimizer.OVERLAPPED)
     rest = sum(size for _, _, size in numbers) - sum(chunk.master_bytes for chunk in found.chunks)
-    beside = LOSS_BYTES * loss_elements + rest
-    peak = simulate_streaming(costs(found), plan).peak_bytes + beside
+    before = found.window * max(chunk.weight_bytes for chunk in found.chunks) + rest
+    forward = before + sum(chunk.boundary_bytes for chunk in found.chunks) + LOSS_BYTES * loss_elements
     return Estimate(
-        calibration=replace(found, peak_bytes=int(peak)),
+        calibration=replace(found, peaks=Peaks(before, forward, backward=0)),
         parameters=sum(count for count, _, _ in numbers),
         trained=sum(count for count, trains, _ in numbers if trains),
         bytes=sum(size for _, _, size in numbers),

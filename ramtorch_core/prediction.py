@@ -17,6 +17,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates, known_rates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.gradients import BOUNCE_BYTES
 from ramtorch_core.plan.schedule import Schedule
 from ramtorch_core.simulate import (
     Choice,
@@ -26,12 +27,15 @@ from ramtorch_core.simulate import (
     Order,
     PipelinePlan,
     PipelineResult,
+    StepCost,
     StreamingPlan,
     StreamingResult,
     choose,
     simulate_pipeline,
     simulate_streaming,
 )
+from ramtorch_core.simulate.clock import Kind
+from ramtorch_core.simulate.steps import HOST
 
 __all__ = [
     "Calibration",
@@ -43,10 +47,11 @@ __all__ = [
     "PipelinePlan",
     "Prediction",
     "Rates",
+    "StepCost",
     "StreamingPlan",
     "calibrate",
     "costs",
-    "extra_bytes",
+    "fitted",
     "half_precision",
     "machine",
     "mean_loss",
@@ -54,8 +59,10 @@ __all__ = [
     "predict_pipeline",
     "rates_of",
     "recommend",
+    "step_cost",
 ]
 
+FITTING = 8
 STATE_BYTES = 8
 """Of AdamW, per trained parameter."""
 
@@ -143,6 +150,7 @@ def machine(rates: Rates, gpu_bytes: float | None = None) -> Machine:
         gpu_bytes=rates.device_bytes if gpu_bytes is None else gpu_bytes,
         host_update=rates.host_update,
         gpu_update=rates.device_update,
+        asynchronous=rates.device_bytes is not None,
     )
 
 
@@ -154,29 +162,47 @@ def costs(
 ) -> list[ChunkCost]:
     """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
 
-    What is in no chunk counts as part of the last chunk's backward.
-
     Args:
         rates: of another machine with the same device.
         optimizer: as of the plan. Gradients that are published cross in the master's dtype, and shadows of masters
             that the optimizer itself steps are cast again; updates take gradients as backward leaves them.
     """
     rates = rates or calibration.rates
-    found = [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
-    found[-1] = replace(
-        found[-1],
-        backward=found[-1].backward + calibration.outside,
-        issue_backward=found[-1].issue_backward + calibration.issue_outside,
+    return [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
+
+
+def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -> StepCost:
+    """What a step costs beside its chunks.
+
+    Memory in no chunk is what was measured at three moments of a step beyond what the plan then holds: before it,
+    between forward and backward (the loss), and in backward (work space).
+
+    Args:
+        measured: the plan of the steps in which memory was measured; by default that of `calibrate`.
+    """
+    issue, peaks = calibration.issue, calibration.peaks
+    found = StepCost(
+        loss=calibration.outside,
+        issue_begin=issue.begin,
+        issue_loss=issue.loss,
+        between=calibration.between,
+        awaited=calibration.awaited,
     )
-    return found
-
-
-def extra_bytes(calibration: Calibration) -> float:
-    """Bytes of device memory in no chunk (inputs, the loss, work space): what the measured peak has beyond the plan."""
-    if calibration.peak_bytes is None:
-        return 0.0
-    plan = StreamingPlan(window=calibration.window, optimizer=Optimizer.OVERLAPPED)
-    return max(0.0, calibration.peak_bytes - simulate_streaming(costs(calibration), plan).peak_bytes)
+    if peaks is None:
+        return found
+    plan = replace(measured or StreamingPlan(optimizer=Optimizer.OVERLAPPED), window=calibration.window, pin=0)
+    chunks = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    held = plan.microbatches if plan.order is Order.CHUNK else 1
+    activations = held * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
+    result = simulate_streaming(chunks, plan)
+    base = max(0.0, peaks.before - result.weight_bytes)
+    return replace(
+        found,
+        base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces),
+        bounce_bytes=BOUNCE_BYTES,
+        loss_bytes=max(0.0, peaks.forward - peaks.before - activations),
+        work_bytes=max(0.0, peaks.backward - base - result.peak_bytes),
+    )
 
 
 def half_precision(calibration: Calibration) -> Calibration | None:
@@ -196,11 +222,40 @@ def half_precision(calibration: Calibration) -> Calibration | None:
     return replace(calibration, chunks=tuple(halved))
 
 
-def predict(calibration: Calibration, plan: StreamingPlan, on: Machine | None = None) -> Prediction:
-    """Simulate `plan`, by default on the calibrated machine."""
+def predict(
+    calibration: Calibration, plan: StreamingPlan, on: Machine | None = None, *, measured: StreamingPlan | None = None
+) -> Prediction:
+    """Simulate `plan`, by default on the calibrated machine; `measured` as for `step_cost`."""
     found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
-    result = simulate_streaming(found, plan, on or machine(calibration.rates))
-    return Prediction(result.seconds, result.peak_bytes + extra_bytes(calibration), result)
+    result = simulate_streaming(found, plan, on or machine(calibration.rates), step_cost(calibration, measured))
+    return Prediction(result.seconds, result.peak_bytes, result)
+
+
+def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update_seconds: float) -> Calibration:
+    """The calibration with which a step of `plan` takes as long as it was measured to take.
+
+    Updates on the host take as much longer, or shorter, than the machine's rates say as they did. What the step is
+    longer for no reason that is simulated counts as time of the host between two steps.
+
+    Args:
+        plan: of the steps that were measured, those of which the calibration is.
+        seconds: of a step.
+        update_seconds: in which the host updated.
+    """
+    simulated = predict(calibration, plan, measured=plan).result.timeline
+    updating = sum(
+        min(span.end, simulated.end) - max(span.start, simulated.start)
+        for span in simulated.spans
+        if span.kind is Kind.UPDATE and span.resource == HOST
+    )
+    if updating and update_seconds:
+        calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
+    for _ in range(FITTING):  # updates may hide a part of the time that is added
+        unexplained = seconds - predict(calibration, plan, measured=plan).seconds
+        if unexplained <= 1e-4 * seconds:
+            break
+        calibration = replace(calibration, between=calibration.between + unexplained)
+    return calibration
 
 
 def recommend(calibration: Calibration, on: Machine | None = None, base: StreamingPlan | None = None) -> Choice:
@@ -214,13 +269,15 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     found = costs(calibration, base.microbatches, optimizer=base.optimizer)
-    return choose(found, on or machine(calibration.rates), base=base, extra_bytes=extra_bytes(calibration))
+    return choose(found, on or machine(calibration.rates), base=base, beside=step_cost(calibration))
 
 
 def predict_pipeline(
     calibration: Calibration, schedule: Schedule, first_chunks: Sequence[int], plan: PipelinePlan | None = None
 ) -> PipelineResult:
     """Simulate a step of a pipeline of resident stages, without its optimizer.
+
+    What is in no chunk counts as part of the last chunk's backward.
 
     Args:
         first_chunks: of each stage but the first, the index of its first chunk.
@@ -229,6 +286,7 @@ def predict_pipeline(
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
     found = costs(calibration, schedule.microbatches)
+    found[-1] = replace(found[-1], backward=found[-1].backward + calibration.outside)
     cuts = [0, *first_chunks, len(found)]
     if cuts != sorted(set(cuts)):
         raise ConfigurationError(
@@ -245,29 +303,40 @@ def _cost(
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
     published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
     gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
-    shadow_bytes = chunk.weight_bytes if chunk.weight_bytes < chunk.master_bytes else 0
+    half = chunk.weight_bytes < chunk.master_bytes
+    shadow_bytes = chunk.weight_bytes if half else 0
     cast_bytes = chunk.master_bytes if published and shadow_bytes else 0  # read once more
     update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + cast_bytes
     as_measured = update_bytes - cast_bytes - gradient_bytes + chunk.gradient_bytes
+    slower = calibration.update_factor * (update_bytes / as_measured if as_measured else 1.0)
+    device_bytes = UPDATE_BYTES / rates.device_update  # per second of its own memory, in its update
     return ChunkCost(
         forward=chunk.forward,
+        recompute=chunk.recompute,
         backward=chunk.backward,
-        issue_forward=calibration.issue_forward,
-        issue_backward=calibration.issue_backward,
+        issue_forward=calibration.issue.forward,
+        issue_recompute=calibration.issue.recompute,
+        issue_backward=calibration.issue.backward,
+        cast=(chunk.master_bytes + chunk.weight_bytes) / device_bytes if half else 0.0,
+        add=3 * summed / device_bytes,
         transfer=chunk.weight_bytes / rates.h2d,
         gradient=gradient_bytes / rates.d2h,
         accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
-        update=chunk.trained * rates.host_update * (update_bytes / as_measured if as_measured else 1.0),
+        update=chunk.trained * rates.host_update * slower,
+        recast=(chunk.master_bytes + chunk.weight_bytes) / rates.host_memory if half and not published else 0.0,
         device_update=chunk.trained * rates.device_update,
         state_in=(summed + chunk.trained * STATE_BYTES) / rates.h2d,
         state_out=(summed + chunk.trained * STATE_BYTES + chunk.weight_bytes) / rates.d2h,
         weight_bytes=chunk.weight_bytes,
         master_bytes=chunk.master_bytes,
         gradient_bytes=gradient_bytes,
+        produced_bytes=chunk.gradient_bytes,
+        resident_gradient_bytes=summed,
         state_bytes=chunk.trained * STATE_BYTES,
         update_bytes=update_bytes,
         kept_bytes=chunk.kept_bytes,
         boundary_bytes=chunk.boundary_bytes,
+        recomputed_bytes=chunk.recomputed_bytes,
     )
 
 

@@ -7,11 +7,11 @@ then every plan that fits is simulated, the fastest is chosen, and the model is 
 from __future__ import annotations
 
 import logging
-import re
+import statistics
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +27,24 @@ from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.prediction import Optimizer as Where
-from ramtorch_core.prediction import StreamingPlan, calibrate, costs, half_precision, machine
-from ramtorch_core.simulate import Choice, ChunkCost, Order, choose, simulate_streaming
+from ramtorch_core.prediction import (
+    StreamingPlan,
+    calibrate,
+    costs,
+    fitted,
+    half_precision,
+    machine,
+    predict,
+    step_cost,
+)
+from ramtorch_core.simulate import Choice, ChunkCost, Order, choose
 from ramtorch_core.simulate.choose import WINDOWS, pins
 from ramtorch_core.simulate.costs import resident_chunks
+from ramtorch_core.wishes import Auto, Wish, bytes_of
 
 __all__ = ["Auto", "Order", "Tuner", "Wish", "bytes_of", "choose_for", "known_from", "tune_lazily"]
 
 log = logging.getLogger(__name__)
-
-Auto: TypeAlias = Literal["auto"]
 
 WARM_UP = 2
 """Steps before the timed ones: the first lays weights out as they are found to be used."""
@@ -44,73 +52,9 @@ TIMED = 2
 """Steps of which the medians are taken."""
 USABLE = 0.95
 """Part of the free memory that is planned with where no gpu_memory is given: allocators need more than tensors take."""
-
-_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
-
-
-def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
-    """Bytes, from a number of them or, for example, `"24GB"` or `"22.5 GiB"`.
-
-    Raises:
-        ConfigurationError: anything else, or nothing.
-    """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
-    try:
-        if isinstance(size, str) and found is not None:
-            nbytes = int(float(found[1]) * _UNITS[found[2]])
-        elif isinstance(size, int) and not isinstance(size, bool):
-            nbytes = size
-        else:
-            raise KeyError
-    except (KeyError, ValueError):
-        units = ", ".join(_UNITS)
-        raise ConfigurationError(f"{name}={size!r}: give bytes, or a number of {units}, as in '24GB'") from None
-    if nbytes <= 0:
-        raise ConfigurationError(f"{name}={size!r}: it must be more than 0 bytes")
-    return nbytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """Knobs as they were given, some of them "auto".
-
-    Attributes:
-        gpu_memory: bytes that the plan may take of the device; None for what is free.
-    """
-
-    window: int | Auto = 2
-    pin: int | Sequence[int] | Sequence[str] | Auto = 0
-    activations: str = "checkpoint"
-    gpu_memory: int | None = None
-
-    @classmethod
-    def of(cls, window: Any, pin: Any, activations: str, gpu_memory: int | str | None) -> Wish:
-        """From the arguments of `attach`.
-
-        Raises:
-            ConfigurationError: a size that is none, or memory for a plan that is not to be chosen.
-        """
-        nbytes = None if gpu_memory is None else bytes_of(gpu_memory)
-        wish = cls(window=window, pin=pin, activations=activations, gpu_memory=nbytes)
-        if nbytes is not None and not wish.open:
-            raise ConfigurationError(
-                f"gpu_memory={gpu_memory!r} limits what is chosen, and nothing is: pass window='auto', pin='auto' or "
-                f"activations='auto'"
-            )
-        return wish
-
-    @property
-    def open(self) -> bool:
-        """Whether there is anything to choose."""
-        return "auto" in (self.window, self.pin, self.activations)
-
-    def first(self) -> dict[str, Any]:
-        """The knobs with which the first steps run."""
-        return {
-            "window": 2 if self.window == "auto" else self.window,
-            "pin": 0 if self.pin == "auto" else self.pin,
-            "activations": "checkpoint" if self.activations == "auto" else self.activations,
-        }
+PLANNED = 0.98
+"""Part of a given gpu_memory that is planned with. A plan that was not measured is not known to the last byte: torch's
+allocator gives tensors up to a megabyte more than they ask for, and libraries take work space for what they compute."""
 
 
 class Tuner:
@@ -126,6 +70,7 @@ class Tuner:
 
     Attributes:
         choice: what was chosen, once it was.
+        measured, simulated: seconds of the steps before the choice, and what they would take by their parts.
         done: nothing more is to come.
     """
 
@@ -144,6 +89,7 @@ class Tuner:
         self._steps_per_update, self._changed, self._say = steps_per_update, changed, say
         self._steps = 0
         self.choice: Choice | None = None
+        self.measured = self.simulated = 0.0
         self.done = False
         self._measuring = Measuring(streamer, train=base().train)
         self._measuring.begin_activations()
@@ -180,8 +126,18 @@ class Tuner:
             never = ", ".join(streamer.never_visited()[:5]) or "none streams"
             self._say(f"{self._keeps(before)}: not every chunk could be measured ({never})", True)
             return
+        plan = self._plan_of(before)
         try:
-            choice = self._simulate(calibration, before)
+            fit = self._fitted(calibration, plan)
+            choice = choose_for(
+                fit,
+                self._wish,
+                self._base(),
+                streamer.device,
+                measured=plan,
+                step_bytes=_step_bytes(optimizers, streamer),
+                steps_per_update=self._steps_per_update,
+            )
         except ConfigurationError as error:
             self._say(f"{self._keeps(before)}: {error}", True)
             return
@@ -197,18 +153,23 @@ class Tuner:
                 return
             self._changed()
         self.choice = choice
-        self._say(f"{_text(new, self._wish)}: {str(choice).partition(': ')[2]}", False)
-
-    def _simulate(self, calibration: Calibration, before: Knobs) -> Choice:
-        measured = before.activations is Activations.CHECKPOINT
-        return choose_for(
-            calibration,
-            self._wish,
-            self._base(),
-            self._streamer.device,
-            checkpoint=measured,
-            steps_per_update=self._steps_per_update,
+        so_far = (
+            f"steps so far, with {_text(before, self._wish)}, took {self.measured:.4g} s, of which the simulator "
+            f"explains {self.simulated:.4g} s"
         )
+        self._say(f"{_text(new, self._wish)}: {str(choice).partition(': ')[2]}\n{so_far}", False)
+
+    def _plan_of(self, knobs: Knobs) -> StreamingPlan:
+        """The plan of the steps that were measured; what is resident did not stream, and counts as in no chunk."""
+        return replace(self._base(), window=knobs.window, pin=0, checkpoint=knobs.activations is Activations.CHECKPOINT)
+
+    def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
+        """The calibration with which the steps that were measured take as long as they took."""
+        measuring, count = self._measuring, self._steps_per_update
+        seconds, updates = (statistics.median(each) / count for each in (measuring.seconds, measuring.updates))
+        self.simulated = predict(calibration, plan, measured=plan).seconds
+        self.measured = seconds
+        return fitted(calibration, plan, seconds, updates)
 
     def _keeps(self, knobs: Knobs) -> str:
         return f"goes on with {_text(knobs, self._wish)}"
@@ -220,7 +181,8 @@ def choose_for(
     base: StreamingPlan,
     device: Device,
     *,
-    checkpoint: bool = True,
+    measured: StreamingPlan | None = None,
+    step_bytes: float = 0.0,
     steps_per_update: int = 1,
 ) -> Choice:
     """The fastest plan with what was wished for; resident chunks are counted among those that were calibrated.
@@ -228,7 +190,8 @@ def choose_for(
     Args:
         base: what is not chosen.
         device: whose free memory is taken where none is given.
-        checkpoint: whether activations were checkpointed in the calibration.
+        measured: the plan of the calibration, by default that of `calibrate`.
+        step_bytes: device memory that optimizers need to step what is resident.
 
     Raises:
         ConfigurationError: nothing fits.
@@ -237,16 +200,15 @@ def choose_for(
     def priced(measured: Calibration) -> list[ChunkCost]:
         return [_spread(cost, steps_per_update) for cost in costs(measured, base.microbatches, None, base.optimizer)]
 
-    found, peak, half = priced(calibration), calibration.peak_bytes, half_precision(calibration)
-    before = replace(base, window=calibration.window, pin=0, checkpoint=checkpoint)
-    extra = 0.0 if peak is None else max(0.0, peak - simulate_streaming(found, before).peak_bytes)
+    found, half = priced(calibration), half_precision(calibration)
     usable = device.usable_bytes()
+    given, free = wish.gpu_memory, None if usable is None else USABLE * usable
     most = max(6, min(16, 512 // (len(found) * base.microbatches)))  # so that it takes seconds
     return choose(
         found,
-        machine(calibration.rates, wish.gpu_memory or (None if usable is None else USABLE * usable)),
+        machine(calibration.rates, free if given is None else PLANNED * given),
         base=base,
-        extra_bytes=extra,
+        beside=replace(step_cost(calibration, measured), step_bytes=step_bytes),
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
         resident=pins(len(found), most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
@@ -322,6 +284,16 @@ def _text(knobs: Knobs, wish: Wish) -> str:
         first = knobs.resident == frozenset(range(len(knobs.resident)))
         pin = f"range({len(knobs.resident)})" if first and knobs.resident else sorted(knobs.resident) or 0
     return f"window={knobs.window}, pin={pin}, activations={knobs.activations.value}"
+
+
+def _step_bytes(optimizers: Iterable[Optimizer], streamer: Streamer) -> float:
+    """Device memory that the optimizers need besides their state; that of Adam, where it is not fused."""
+    weights = {id(weight.parameter) for group in streamer.groups for weight in group.weights}
+    largest = 0
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups if not group.get("fused")):
+        sizes = [parameter.nbytes for parameter in group["params"] if id(parameter) in weights]
+        largest = max([largest, sum(sizes) if group.get("foreach") else 2 * max(sizes, default=0)])
+    return float(largest)
 
 
 def _spread(cost: ChunkCost, steps: int) -> ChunkCost:

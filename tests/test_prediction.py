@@ -8,6 +8,8 @@ from stream_cases import data, stack
 from torch import nn
 
 from ramtorch_core import ConfigurationError
+from ramtorch_core.engine.peaks import Peaks
+from ramtorch_core.engine.timed_passes import Issue
 from ramtorch_core.plan.schedule import build
 from ramtorch_core.prediction import (
     Calibration,
@@ -17,21 +19,24 @@ from ramtorch_core.prediction import (
     StreamingPlan,
     calibrate,
     costs,
-    extra_bytes,
+    fitted,
     machine,
     predict,
     predict_pipeline,
     recommend,
+    step_cost,
 )
 
 RATES = Rates(10.0, 5.0, 12.0, 1000.0, 0.1, 0.01, 2000)
-CHUNK = ChunkMeasure("blocks.0", 10, 10, 40, 20, 20, 1.0, 2.0, 300, 30)
-CALIBRATION = Calibration(RATES, (CHUNK,) * 3, outside=0.5, window=2, peak_bytes=None)
+CHUNK = ChunkMeasure("blocks.0", 10, 10, 40, 20, 20, 1.0, 0.75, 2.0, 300, 30, 280)
+CALIBRATION = Calibration(RATES, (CHUNK,) * 3, outside=0.5, window=2, peaks=None)
 
 
 def test_costs_follow_from_measures_and_rates() -> None:
     first, _, last = costs(CALIBRATION)
-    assert (first.forward, first.backward, last.backward) == (1.0, 2.0, 2.5)
+    assert (first.forward, first.recompute, first.backward) == (1.0, 0.75, 2.0)
+    assert last == first
+    assert step_cost(CALIBRATION).loss == 0.5
     assert (first.transfer, first.gradient, first.update) == (2.0, 4.0, 1.0)
     assert (first.weight_bytes, first.master_bytes, first.state_bytes) == (20, 40, 80)
     assert first.update_bytes == 10 * (28 - 4 + 2 + 2)
@@ -50,13 +55,12 @@ def test_gradients_that_are_published_cross_in_the_masters_dtype_and_shadows_are
     assert predict(CALIBRATION, plans[0]).seconds > predict(CALIBRATION, plans[1]).seconds
 
 
-def test_the_hosts_time_between_visits_counts_once_per_microbatch() -> None:
-    slow = replace(CALIBRATION, issue_forward=3.0, issue_backward=4.0, issue_outside=5.0)
-    first, _, last = costs(slow)
-    assert (first.issue_forward, first.issue_backward, last.issue_backward) == (3.0, 4.0, 9.0)
-    plan = StreamingPlan(window=3, checkpoint=False)
-    assert predict(slow, plan).seconds > predict(CALIBRATION, plan).seconds
-    assert predict(slow, plan).seconds >= 3 * (3.0 + 4.0) + 5.0
+def test_the_hosts_time_around_visits_counts_once_per_microbatch_and_between_steps_once() -> None:
+    slow = replace(CALIBRATION, issue=Issue(3.0, 1.0, 4.0, begin=5.0, loss=6.0), between=7.0)
+    for count in (1, 2):
+        plan = StreamingPlan(window=3, checkpoint=False, microbatches=count, optimizer=Optimizer.OVERLAPPED)
+        fast = replace(slow, rates=Rates(1e9, 1e9, 1e9, 1e12, 1e-9, 1e-9, 2000))
+        assert predict(fast, plan).seconds == pytest.approx(7 + count * (3 * (3 + 4) + 5 + 6))
 
 
 def test_a_measured_rate_of_adding_gradients_replaces_twice_their_copy() -> None:
@@ -67,14 +71,39 @@ def test_a_measured_rate_of_adding_gradients_replaces_twice_their_copy() -> None
     assert predict(known, plan).seconds > predict(CALIBRATION, plan).seconds
 
 
+def test_a_fitted_calibration_takes_as_long_as_the_measured_step() -> None:
+    plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED, staging=None)
+    plain = predict(CALIBRATION, plan)
+    found = fitted(CALIBRATION, plan, plain.seconds + 9.0, update_seconds=2 * 3 * 1.0)
+    assert found.update_factor == pytest.approx(2.0)
+    assert costs(found)[0].update == pytest.approx(2 * costs(CALIBRATION)[0].update)
+    assert predict(found, plan).seconds == pytest.approx(plain.seconds + 9.0, rel=1e-3)
+    assert fitted(CALIBRATION, plan, 0.0, update_seconds=0.0) == CALIBRATION
+
+
+def test_a_resident_chunk_casts_its_weights_and_adds_up_its_gradients_on_the_device() -> None:
+    per_byte = RATES.device_update / 28
+    cost = costs(CALIBRATION)[0]
+    assert cost.cast == pytest.approx((40 + 20) * per_byte)
+    assert cost.add == pytest.approx(3 * 40 * per_byte)
+    assert (cost.resident_bytes, cost.cast_bytes, cost.own_gradient_bytes) == (40, 20, 40)
+    assert cost.backward_seconds(checkpoint=True, resident=True, adds=True) == pytest.approx(
+        2.75 + 2 * cost.cast + cost.add
+    )
+    full = replace(CHUNK, weight_bytes=40, gradient_bytes=40)
+    assert costs(replace(CALIBRATION, chunks=(full,)))[0].cast == 0
+
+
 def test_what_the_measured_peak_has_beyond_the_plan_is_added_to_every_prediction() -> None:
     plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     bare = predict(CALIBRATION, plan).peak_bytes
-    measured = replace(CALIBRATION, peak_bytes=int(bare) + 77)
-    assert extra_bytes(measured) == 77
-    assert predict(measured, plan).peak_bytes == bare + 77
-    assert extra_bytes(CALIBRATION) == 0
-    assert extra_bytes(replace(CALIBRATION, peak_bytes=1)) == 0
+    slots = 2 * 20
+    measured = replace(CALIBRATION, peaks=Peaks(slots + 7, slots + 7 + 3 * 30 + 500, 7 + int(bare) + 70))
+    beside = step_cost(measured)
+    assert (beside.base_bytes, beside.loss_bytes, beside.work_bytes) == (7, 500, 70)
+    assert predict(measured, plan).peak_bytes == max(slots + 7 + 3 * 30 + 500, bare + 77)
+    assert predict(measured, replace(plan, checkpoint=False)).peak_bytes == slots + 7 + 3 * 300 + 500
+    assert step_cost(replace(CALIBRATION, peaks=Peaks(0, 0, 0))).base_bytes == 0
 
 
 def test_a_recommendation_fits_the_devices_memory() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
-from ramtorch_core.engine.laps import compute_of
+from ramtorch_core.engine.laps import Compute, compute_of
+from ramtorch_core.engine.peaks import Peaks, PeakWatch
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.engine.timed_passes import time_passes
+from ramtorch_core.engine.timed_passes import Issue, time_passes
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.weights import WeightGroup
@@ -31,9 +32,11 @@ class ChunkMeasure:
         parameters, trained: numbers of parameters, all and those that get gradients.
         master_bytes, weight_bytes: of all, as the optimizer sees them and as they cross the bus.
         gradient_bytes: of the trained ones, as backward produces them.
-        forward, backward: seconds of compute; backward without recomputing.
+        forward, recompute, backward: seconds of compute; backward without recomputing. A recompute ends with the last
+            tensor that backward needs.
         kept_bytes: activations that backward needs.
         boundary_bytes: activations that stay when the chunk is checkpointed: its inputs.
+        recomputed_bytes: activations that a recompute makes besides.
     """
 
     name: str
@@ -43,9 +46,11 @@ class ChunkMeasure:
     weight_bytes: int
     gradient_bytes: int
     forward: float
+    recompute: float
     backward: float
     kept_bytes: int
     boundary_bytes: int
+    recomputed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +59,23 @@ class Calibration:
 
     Attributes:
         outside: seconds per microbatch of compute in no chunk: the loss, and what does not stream.
-        window: slots with which it was measured; every chunk was checkpointed, none resident.
-        peak_bytes: the most device memory that tensors took then; None for the CPU.
-        issue_forward, issue_backward: seconds that the host takes to issue the compute of one visit, backward without
-            recomputing; 0 where that is not known, or the host computes itself.
-        issue_outside: seconds per microbatch that the host takes between visits.
+        window: slots with which it was measured.
+        peaks: the device's memory then; None where that is not known.
+        issue: what the host takes.
+        awaited: tensors that stay on the device are trained, and the host waits for their gradients.
+        between: seconds of the host per step, between the end of one and the beginning of the next.
+        update_factor: by how much updates on the host take longer than `rates` say.
     """
 
     rates: Rates
     chunks: tuple[ChunkMeasure, ...]
     outside: float
     window: int
-    peak_bytes: int | None
-    issue_forward: float = 0.0
-    issue_backward: float = 0.0
-    issue_outside: float = 0.0
+    peaks: Peaks | None
+    issue: Issue = field(default_factory=Issue)
+    awaited: bool = True
+    between: float = 0.0
+    update_factor: float = 1.0
 
 
 def calibrate_chunks(
@@ -119,28 +126,27 @@ def calibrate_chunks(
             run.train()
         footprints = footprints_of(run)
         run.train()  # leads from what that looked like back to training
-        device.forget_peak()
-        run.train()
-        device.synchronize()
-        peak = device.peak_bytes()
+        watch = PeakWatch(device)
+        try:
+            run.train()
+        finally:
+            watch.close()
         passes = time_passes(run, steps)
         laps = [each.lap for each in passes]
         groups = streamer.groups
         measured = tuple(
-            describe(group, footprint, *compute_of(group, laps, recomputed=True))
+            describe(group, footprint, compute_of(group, laps))
             for group, footprint in zip(groups, footprints[1:], strict=True)
         )
-        forward = statistics.median(each.issue_forward for each in passes)
-        backward = statistics.median(each.issue_backward for each in passes)
+        issues = [each.issue for each in passes]
         return Calibration(
             rates,
             measured,
             statistics.median(lap.outside for lap in laps),
             window,
-            peak,
-            issue_forward=forward,
-            issue_backward=max(0.0, backward - forward),
-            issue_outside=statistics.median(each.issue_outside for each in passes),
+            watch.peaks(),
+            awaited=gets_gradients(streamer),
+            issue=Issue(*(statistics.median(getattr(each, part.name) for each in issues) for part in fields(Issue))),
         )
     finally:
         streamer.close()
@@ -148,7 +154,12 @@ def calibrate_chunks(
             parameter.grad = grad
 
 
-def describe(group: WeightGroup, footprint: Footprint, forward: float, backward: float) -> ChunkMeasure:
+def gets_gradients(streamer: Streamer) -> bool:
+    """Whether tensors that stay on the device are trained."""
+    return any(weight.parameter.requires_grad for weight in streamer.census.copies)
+
+
+def describe(group: WeightGroup, footprint: Footprint, compute: Compute) -> ChunkMeasure:
     """A streamed chunk, with what was found out about it."""
     trained = [weight for weight in group.weights if weight.parameter.requires_grad]
     return ChunkMeasure(
@@ -158,8 +169,10 @@ def describe(group: WeightGroup, footprint: Footprint, forward: float, backward:
         master_bytes=sum(weight.parameter.nbytes for weight in group.weights),
         weight_bytes=group.nbytes,
         gradient_bytes=sum(weight.nbytes for weight in trained),
-        forward=forward,
-        backward=backward,
+        forward=compute.forward,
+        recompute=compute.recompute,
+        backward=compute.backward,
         kept_bytes=footprint.kept,
         boundary_bytes=footprint.boundary,
+        recomputed_bytes=footprint.recomputed,
     )

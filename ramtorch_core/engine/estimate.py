@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from ramtorch_core.engine.calibration import Calibration, describe
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
+from ramtorch_core.engine.laps import Compute
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError
@@ -57,7 +58,7 @@ def estimate_chunks(
                 footprints = footprints_of(run, counter.get_total_flops)
         seconds = [footprint.operations / operations_per_second for footprint in footprints]
         measured = tuple(
-            describe(group, footprint, forward, 2 * forward)
+            describe(group, footprint, Compute(forward, forward, 2 * forward))
             for group, footprint, forward in zip(streamer.groups, footprints[1:], seconds[1:], strict=True)
         )
         return Calibration(rates, measured, 3 * seconds[0], 2, None)

@@ -56,15 +56,48 @@ class Run:
 
 @dataclass(slots=True)
 class Footprint:
-    """Bytes of a chunk's activations, and arithmetic operations of its forward where they are counted."""
+    """Bytes of a chunk's activations, and arithmetic operations of its forward where they are counted.
+
+    Attributes:
+        kept: what it saves for backward; each storage counts for the chunk that saves it first.
+        boundary: its inputs.
+        recomputed: what it saves of its own, so that a recompute makes it.
+    """
 
     kept: int = 0
     boundary: int = 0
+    recomputed: int = 0
     operations: int = 0
 
 
 Storages = dict[int, StorageWeakRef]
 """Those that were seen; while one is referred to, no other one gets its address."""
+
+
+class Counts:
+    """Counts what chunks save and are given, each storage once; `stays` is there anyway.
+
+    Tensors without a storage of their own take nothing.
+    """
+
+    def __init__(self, stays: Tensor) -> None:
+        self._saved: Storages = {}
+        bytes_once(stays, self._saved)
+        self._inputs = dict(self._saved)
+        self._own: dict[int, Storages] = {}
+
+    def given(self, footprint: Footprint, arguments: Any) -> None:
+        """A chunk begins with these arguments."""
+        for tensor in tensors_in(arguments):
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                footprint.boundary += bytes_once(tensor, self._inputs)
+
+    def saved(self, footprint: Footprint, tensor: Tensor) -> None:
+        """A chunk saves a tensor."""
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            footprint.kept += bytes_once(tensor, self._saved)
+            if tensor.untyped_storage()._cdata not in self._inputs:
+                footprint.recomputed += bytes_once(tensor, self._own.setdefault(id(footprint), {}))
 
 
 def bytes_once(tensor: Tensor, known: Storages) -> int:
@@ -86,11 +119,10 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
     footprints = [Footprint() for _ in range(1 + len(chunks))]
     inside = [footprints[0]]  # chunks under way
     seen = 0
-    counted: Storages = {}
-    inputs: Storages = {}
+    counts = Counts(run.streamer._inventory.rest.buffer)
 
     def pack(tensor: Tensor) -> None:
-        inside[-1].kept += bytes_once(tensor, counted)
+        counts.saved(inside[-1], tensor)
 
     def attribute() -> None:
         nonlocal seen
@@ -105,7 +137,7 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
 
             def enter(_: nn.Module, args: Any, kwargs: Any, footprint: Footprint = footprint) -> None:
                 attribute()
-                footprint.boundary += sum(bytes_once(tensor, inputs) for tensor in tensors_in((args, kwargs)))
+                counts.given(footprint, (args, kwargs))
                 inside.append(footprint)
 
             def leave(*_: Any) -> None:

@@ -11,15 +11,35 @@ from ramtorch_core.memory.ranges import Kind, Range
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.plan.itinerary import Direction, Visit
 
-__all__ = ["Lap", "compute_of", "read_visits", "read_waits", "within"]
+__all__ = ["Compute", "Lap", "compute_of", "read_visits", "read_waits", "within"]
 
 
 @dataclass(slots=True)
 class Lap:
-    """Seconds of one step: of each visit, and of compute in none."""
+    """Seconds of one step: of each visit, of the recompute in a chunk's backward visit, and of compute in no visit."""
 
     visits: dict[Visit, float] = field(default_factory=lambda: defaultdict(float))
+    recomputes: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     outside: float = 0.0
+
+    def add(self, visit: Range, recomputes: Sequence[Range], waits: Sequence[Range]) -> float:
+        """Count a visit, without the waits in it; returns its seconds."""
+        assert isinstance(visit.what, Visit)
+        compute = _compute(visit, waits)
+        self.visits[visit.what] += compute
+        for each in recomputes:
+            if each.what == visit.what.chunk and within(each, visit):
+                self.recomputes[visit.what.chunk] += _compute(each, waits)
+        return compute
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of one chunk; `backward` is without the recompute."""
+
+    forward: float
+    recompute: float
+    backward: float
 
 
 def read_waits(ended: Sequence[Range], *, asynchronous: bool) -> list[Range]:
@@ -33,13 +53,19 @@ def within(inner: Range, outer: Range) -> bool:
     return outer.begun < inner.begun and inner.ended < outer.ended
 
 
-def compute_of(group: WeightGroup, laps: Sequence[Lap], *, recomputed: bool) -> tuple[float, float]:
-    """Seconds of forward and of backward, medians; of a backward that begins with a recompute, without that."""
+def compute_of(group: WeightGroup, laps: Sequence[Lap]) -> Compute:
+    """Medians. Where nothing was recomputed, a recompute is expected to take as long as a forward."""
     forward, both = (
         statistics.median(lap.visits.get(Visit(direction, group.index), 0.0) for lap in laps)
         for direction in (Direction.FORWARD, Direction.BACKWARD)
     )
-    return forward, max(0.0, both - forward * recomputed)
+    seen = [lap.recomputes[group.index] for lap in laps if group.index in lap.recomputes]
+    recompute = statistics.median(seen) if seen else forward
+    return Compute(forward, recompute, max(0.0, both - recompute * bool(seen)))
+
+
+def _compute(of: Range, waits: Sequence[Range]) -> float:
+    return max(0.0, of.seconds - sum(wait.seconds for wait in waits if within(wait, of)))
 
 
 def read_visits(ended: Sequence[Range], *, asynchronous: bool, train: bool) -> Lap | None:
@@ -51,15 +77,13 @@ def read_visits(ended: Sequence[Range], *, asynchronous: bool, train: bool) -> L
     """
     visits = sorted((each for each in ended if each.kind is Kind.VISIT), key=lambda each: each.begun)
     waits = read_waits(ended, asynchronous=asynchronous)
+    recomputes = [each for each in ended if each.kind is Kind.RECOMPUTE]
     lap, counts = Lap(), Counter[Visit]()
     for run in _passes(visits, train):
         seconds = 0.0
         for visit in run:
-            waited = sum(wait.seconds for wait in waits if within(wait, visit))
+            seconds += lap.add(visit, recomputes, waits)
             assert isinstance(visit.what, Visit)
-            compute = max(0.0, visit.seconds - waited)
-            lap.visits[visit.what] += compute
-            seconds += compute
             counts[visit.what] += 1
         first, last = run[0], max(run, key=lambda each: each.ended)
         waited = sum(wait.seconds for wait in waits if first.begun < wait.begun and wait.ended < last.ended)
@@ -69,7 +93,11 @@ def read_visits(ended: Sequence[Range], *, asynchronous: bool, train: bool) -> L
     if not passes:
         return None
     count = statistics.median_low(passes)
-    return Lap({visit: seconds / count for visit, seconds in lap.visits.items()}, lap.outside / count)
+    return Lap(
+        {visit: seconds / count for visit, seconds in lap.visits.items()},
+        {chunk: seconds / count for chunk, seconds in lap.recomputes.items()},
+        lap.outside / count,
+    )
 
 
 def _passes(visits: Sequence[Range], train: bool) -> list[list[Range]]:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ramtorch_core.engine.backward import current_task
-from ramtorch_core.engine.calibration import Calibration, describe
+from ramtorch_core.engine.calibration import Calibration, describe, gets_gradients
 from ramtorch_core.engine.census import Chunk
-from ramtorch_core.engine.footprints import Footprint, Storages, bytes_once
+from ramtorch_core.engine.footprints import Counts, Footprint
 from ramtorch_core.engine.laps import Lap, compute_of, read_visits
-from ramtorch_core.engine.modules import tensors_in
+from ramtorch_core.engine.peaks import PeakWatch
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.engine.visits import Activations
-from ramtorch_core.memory.ranges import Listener
+from ramtorch_core.engine.timed_passes import Deliveries, Issue, least_issue
+from ramtorch_core.memory.ranges import Kind, Listener, Moment
 
 __all__ = ["Measuring"]
 
@@ -31,13 +31,23 @@ class Measuring:
 
     Args:
         train: steps have backwards.
+
+    Attributes:
+        laps: of the steps that were timed.
+        seconds: from the end of one of them to the end of the next, on the host.
+        updates: seconds of one of them in which the host updated.
     """
 
     def __init__(self, streamer: Streamer, *, train: bool) -> None:
         self._streamer, self._train = streamer, train
         self._watch: _Activations | None = None
         self._listener: Listener | None = None
+        self._peaks: PeakWatch | None = None
+        self._deliveries = Deliveries()
+        self._since = Moment()
         self.laps: list[Lap] = []
+        self.seconds: list[float] = []
+        self.updates: list[float] = []
 
     def begin_activations(self) -> None:
         """Count activations until `end_activations`, in one step."""
@@ -55,46 +65,53 @@ class Measuring:
         device = self._streamer.device
         device.synchronize()
         device.forget_peak()
+        self._peaks = PeakWatch(device)
         self._listener = device.ranges.listen()
+        self._listener.waiting = self._deliveries
+        self._since = Moment()
 
     def end_lap(self) -> None:
         """A step is over; waits for the device."""
-        if self._listener is not None:
-            device = self._streamer.device
-            device.synchronize()
-            lap = read_visits(self._listener.collect(), asynchronous=device.asynchronous, train=self._train)
-            if lap is not None:
-                self.laps.append(lap)
+        if self._listener is None:
+            return
+        device = self._streamer.device
+        device.synchronize()
+        now = Moment()
+        ended = self._listener.collect()
+        lap = read_visits(ended, asynchronous=device.asynchronous, train=self._train)
+        if lap is not None:
+            self.laps.append(lap)
+            self.updates.append(sum(each.seconds for each in ended if each.kind is Kind.UPDATE))
+            self.seconds.append(now.seconds_since(self._since))
+        self._since = now
 
     def calibration(self, rates: Rates) -> Calibration | None:
         """What was found; None if some chunk was never visited, or no step was seen."""
         streamer = self._streamer
         if not self.laps or not streamer.groups or streamer.never_visited():
             return None
+        assert self._peaks is not None
         footprints = {} if self._watch is None else self._watch.per_pass()
-        recomputed = self._train and streamer._visits.activations is Activations.CHECKPOINT
         measured = tuple(
-            describe(
-                group,
-                footprints.get(chunk.index, Footprint()),
-                *compute_of(group, self.laps, recomputed=recomputed),
-            )
+            describe(group, footprints.get(chunk.index, Footprint()), compute_of(group, self.laps))
             for group, chunk in streamer._inventory.chunk_of.items()
         )
-        outside = statistics.median(lap.outside for lap in self.laps)
         return Calibration(
             rates=rates,
             chunks=measured,
-            outside=outside,
+            outside=statistics.median(lap.outside for lap in self.laps),
             window=len(streamer.window.slots),
-            peak_bytes=streamer.device.peak_bytes(),
+            peaks=self._peaks.peaks(),
+            awaited=gets_gradients(streamer),
+            issue=least_issue(self._deliveries.ends) if streamer.device.asynchronous else Issue(),
         )
 
     def close(self) -> None:
         """Leave the streamer alone. Idempotent."""
         self.end_activations()
-        if self._listener is not None:
+        if self._listener is not None and self._peaks is not None:
             self._listener.close()
+            self._peaks.close()
             self._listener = None
 
 
@@ -104,9 +121,7 @@ class _Activations:
     def __init__(self, streamer: Streamer) -> None:
         self._totals: dict[int, Footprint] = defaultdict(Footprint)
         self._calls = Counter[int]()
-        stays: Storages = {}
-        bytes_once(streamer._inventory.rest.buffer, stays)  # small weights are there anyway
-        self._saved, self._inputs = dict(stays), dict(stays)
+        self._counts = Counts(streamer._inventory.rest.buffer)  # small weights are there anyway
         self._inside = threading.local()  # microbatches may run in threads of their own
         self._mutex = threading.Lock()
 
@@ -119,8 +134,7 @@ class _Activations:
         outer: Chunk | None = getattr(self._inside, "chunk", None)
         with self._mutex, torch._C.DisableTorchFunction():
             self._calls[chunk.index] += 1
-            total = self._totals[chunk.index]
-            total.boundary += sum(_bytes(tensor, self._inputs) for tensor in tensors_in((args, kwargs)))
+            self._counts.given(self._totals[chunk.index], (args, kwargs))
         self._inside.chunk = chunk
         try:
             yield
@@ -132,18 +146,12 @@ class _Activations:
         chunk: Chunk | None = getattr(self._inside, "chunk", None)
         if chunk is not None and current_task() == -1:
             with self._mutex, torch._C.DisableTorchFunction():
-                self._totals[chunk.index].kept += _bytes(tensor, self._saved)
+                self._counts.saved(self._totals[chunk.index], tensor)
 
     def per_pass(self) -> dict[int, Footprint]:
         """By index of the chunk, for one pass over the chunks."""
         passes = statistics.median_low(self._calls.values()) if self._calls else 1
         return {
-            index: Footprint(total.kept // passes, total.boundary // passes) for index, total in self._totals.items()
+            index: Footprint(total.kept // passes, total.boundary // passes, total.recomputed // passes)
+            for index, total in self._totals.items()
         }
-
-
-def _bytes(tensor: Tensor, known: Storages) -> int:
-    """As `bytes_once`; 0 for tensors without a storage of their own."""
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        return bytes_once(tensor, known)
-    return 0

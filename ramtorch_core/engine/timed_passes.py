@@ -8,7 +8,6 @@ advance: behind a full queue of the device it waits.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -16,12 +15,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, cast
 
 import torch
 
 from ramtorch_core.engine.footprints import Run
-from ramtorch_core.engine.laps import Lap, read_waits, within
+from ramtorch_core.engine.laps import Lap, read_waits
 from ramtorch_core.engine.updates import Updates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
@@ -32,24 +32,40 @@ FACTOR = 4096
 LONGEST = 0.25
 """Seconds of work in advance. A host that needs longer for a pass is ahead of the device only for the first chunks."""
 FIRST = 8
-"""Visits whose issuing is timed: later ones may find the device's queue full, and wait."""
+"""Visits whose issuing is timed."""
+
+
+class Part(Enum):
+    """What the host issues one after the other."""
+
+    FORWARD = Direction.FORWARD.value
+    RECOMPUTE = "recompute"
+    BACKWARD = Direction.BACKWARD.value
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """Seconds of the host; 0 where they are not known, or the host computes itself.
+
+    Attributes:
+        forward, recompute, backward: to issue the compute of one visit, and of the recompute that begins a backward.
+        begin: per microbatch, before it issues the first visit.
+        loss: per microbatch, to issue what is between forwards and backwards.
+    """
+
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+    begin: float = 0.0
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """Seconds of one forward and backward.
-
-    Attributes:
-        lap: of compute; a backward begins with the recompute of a checkpoint.
-        issue_forward, issue_backward: of the host per visit, likewise; 0 where the host computes itself.
-        issue_outside: of the host between visits.
-        host: of the host, for all of it.
-    """
+    """Seconds of one forward and backward: of compute, of the host to issue it, and of the host for all of it."""
 
     lap: Lap
-    issue_forward: float
-    issue_backward: float
-    issue_outside: float
+    issue: Issue
     host: float
 
 
@@ -69,13 +85,15 @@ def time_passes(run: Run, count: int) -> list[TimedPass]:
 def _without_updates(run: Run) -> Iterator[None]:
     """Inside, gradients are dropped, and masters are known to stay as they are."""
     streamer = run.streamer
-    passes, conservative = streamer._backwards, streamer.conservative
+    passes, inventory, conservative = streamer._backwards, streamer._inventory, streamer.conservative
     updates, passes.updates = passes.updates, cast(Updates, _Dropping())
     streamer.conservative = False
+    vars(inventory)["let_host_write"] = lambda: None  # nobody does, so the host need not wait for copies of masters
     try:
         yield
     finally:
         passes.updates, streamer.conservative = updates, conservative
+        del vars(inventory)["let_host_write"]
 
 
 class _Dropping:
@@ -114,16 +132,19 @@ class _Ahead:
             torch.mm(self._factor, self._factor, out=self._product)
 
 
-class _Deliveries(deque[Range]):
-    """Notes when the host comes to the end of each visit."""
+class Deliveries(deque[Range]):
+    """Notes when the host comes to the end of each visit, and of each recompute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.visits: list[tuple[Direction, float]] = []
+        self.ends: list[tuple[Part, float]] = []
 
     def append(self, ended: Range) -> None:
+        """Some range has ended on the host's side."""
         if isinstance(ended.what, Visit):
-            self.visits.append((ended.what.direction, time.perf_counter()))
+            self.ends.append((Part(ended.what.direction.value), time.perf_counter()))
+        elif ended.kind is Kind.RECOMPUTE:
+            self.ends.append((Part.RECOMPUTE, time.perf_counter()))
         super().append(ended)
 
 
@@ -131,7 +152,7 @@ def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
     device = run.streamer.device
     device.synchronize()
     listener = device.ranges.listen()
-    deliveries = listener.waiting = _Deliveries()
+    deliveries = listener.waiting = Deliveries()
     try:
         if ahead is not None:
             ahead.work(seconds)
@@ -146,25 +167,45 @@ def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
     finally:
         listener.close()
     lap, waits = Lap(), read_waits(ended, asynchronous=device.asynchronous)
-    for visit in (each for each in ended if each.kind is Kind.VISIT):
-        waited = sum(wait.seconds for wait in waits if within(wait, visit))
-        assert isinstance(visit.what, Visit)
-        lap.visits[visit.what] += max(0.0, visit.seconds - waited)
+    recomputes = [each for each in ended if each.kind is Kind.RECOMPUTE]
+    computed = sum(lap.add(each, recomputes, waits) for each in ended if each.kind is Kind.VISIT)
     waited = sum(wait.seconds for wait in waits)
-    lap.outside = max(0.0, end.seconds_since(start) - waited - sum(lap.visits.values()))
-    issuing = _issuing(deliveries.visits, begun) if device.asynchronous else (0.0, 0.0, 0.0)
-    return TimedPass(lap, *issuing, host)
+    lap.outside = max(0.0, end.seconds_since(start) - waited - computed)
+    return TimedPass(lap, issuing(deliveries.ends, begun) if device.asynchronous else Issue(), host)
 
 
-def _issuing(visits: Sequence[tuple[Direction, float]], begun: float) -> tuple[float, float, float]:
-    """Seconds of the host per forward visit, per backward visit, and between the visits of a pass that began then."""
-    laps: list[float] = []
-    between, last = 0.0, begun
-    for direction in (Direction.FORWARD, Direction.BACKWARD):
-        ends = [at for which, at in visits if which is direction]
-        steps = [later - earlier for earlier, later in itertools.pairwise(ends[: FIRST + 1])]
-        first = ends[0] - last if ends else 0.0
-        laps.append(statistics.median(steps) if steps else first)
-        between += max(0.0, first - laps[-1])
-        last = ends[-1] if ends else last
-    return laps[0], laps[1], between
+def issuing(ends: Sequence[tuple[Part, float]], begun: float) -> Issue:
+    """What the host needs, from the moments at which it came to the ends of parts of a pass that began then.
+
+    Medians of the first visits: later ones may find the device's queue full, and wait.
+    """
+    laps, around = _laps(ends, begun)
+    typical = {part: statistics.median(seconds[:FIRST]) for part, seconds in laps.items() if seconds}
+    besides = [max(0.0, seconds - typical.setdefault(part, seconds)) for part, seconds in around]
+    begin, loss = [*besides, 0.0, 0.0][:2]
+    forward, recompute, backward = (typical.get(part, 0.0) for part in Part)
+    return Issue(forward, recompute, backward, begin, loss)
+
+
+def least_issue(ends: Sequence[tuple[Part, float]]) -> Issue:
+    """The same from steps in which the host also waits for updates and gradients: lower quartiles, of visits alone."""
+    laps, _ = _laps(ends, 0.0)
+    least = {part: sorted(seconds)[len(seconds) // 4] for part, seconds in laps.items() if seconds}
+    return Issue(*(least.get(part, 0.0) for part in Part))
+
+
+_Laps = dict[Part, list[float]]
+
+
+def _laps(ends: Sequence[tuple[Part, float]], begun: float) -> tuple[_Laps, list[tuple[Part, float]]]:
+    """Seconds of each part; apart those of the first parts of the forwards and of the backwards, and what is before."""
+    laps: _Laps = {part: [] for part in Part}
+    around: list[tuple[Part, float]] = []
+    before, last = None, begun
+    for part, at in ends:
+        if before is None or (before is Part.FORWARD) is not (part is Part.FORWARD):
+            around.append((part, at - last))
+        else:
+            laps[part].append(at - last)
+        before, last = part, at
+    return laps, around

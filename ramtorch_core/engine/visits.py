@@ -26,6 +26,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.observe import Observer, Use, may_be_fused
 from ramtorch_core.engine.saved import SavedTensors, hooks_around
 from ramtorch_core.errors import RamtorchError
+from ramtorch_core.memory.ranges import Kind
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Slot
 from ramtorch_core.plan.itinerary import Direction
@@ -215,7 +216,8 @@ class Visits:
         if self.observing is not None:
             self.observing.lend(group.weights, lending.lent)
         try:
-            yield
+            with self.device.ranges.span(Kind.RECOMPUTE, group.index):
+                yield
         finally:
             if self.observing is not None:
                 self.observing.reclaim(lending.lent)

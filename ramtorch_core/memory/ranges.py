@@ -26,6 +26,7 @@ class Kind(Enum):
     """What a range is: `what` of a visit is the visit, of an op the op, of a stall the reason, else a chunk's index."""
 
     VISIT = "visit"
+    RECOMPUTE = "recompute"
     OP = "op"
     TRANSFER = "transfer"
     GRADIENT = "gradient"
@@ -33,7 +34,8 @@ class Kind(Enum):
     STALL = "stall"
 
     def label(self, what: object) -> str:
-        """As the simulator labels it: `F3`, `2F0`, `t3`, `g3`, `u3`, `stall for a transfer`."""
+        """As the simulator labels it: `F3`, `2F0`, `t3`, `g3`, `u3`, `stall for a transfer`; and `r3`, the part of a
+        backward visit that recomputes."""
         if self in (Kind.VISIT, Kind.OP):
             return str(what)
         if self is Kind.STALL:

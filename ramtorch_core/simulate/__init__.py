@@ -8,7 +8,7 @@ options.py, *_flags.py, *_command.py    command lines
 """
 
 from ramtorch_core.simulate.choose import Choice, Offer, choose
-from ramtorch_core.simulate.costs import ChunkCost, Machine, Recipe, chunk_cost
+from ramtorch_core.simulate.costs import ChunkCost, Machine, Recipe, StepCost, chunk_cost
 from ramtorch_core.simulate.pipeline import DeviceResult, PipelinePlan, PipelineResult, simulate_pipeline
 from ramtorch_core.simulate.streaming import (
     Accumulate,
@@ -35,6 +35,7 @@ __all__ = [
     "PipelineResult",
     "Recipe",
     "Span",
+    "StepCost",
     "StreamingPlan",
     "StreamingResult",
     "Timeline",

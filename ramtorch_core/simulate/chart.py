@@ -15,6 +15,7 @@ COLOURS = {
     Kind.BACKWARD: "#0072B2",
     Kind.INPUT: "#0072B2",
     Kind.WEIGHT: "#009E73",
+    Kind.LOSS: "#BBBBBB",
     Kind.TRANSFER: "#E69F00",
     Kind.GRADIENT: "#CC79A7",
     Kind.STATE: "#F0E442",
@@ -27,12 +28,13 @@ NAMES = {
     Kind.BACKWARD: "B, backward",
     Kind.INPUT: "I, gradient of the input",
     Kind.WEIGHT: "W, gradient of the weights",
+    Kind.LOSS: "L, what is in no chunk",
     Kind.TRANSFER: "t, transfer into a slot",
     Kind.GRADIENT: "g, gradient to the host",
     Kind.STATE: "s, optimizer state",
     Kind.UPDATE: "u, optimizer update",
     Kind.SEND: "send to another GPU",
-    Kind.ISSUE: "i, the host issues a visit",
+    Kind.ISSUE: "i, the host is busy",
 }
 DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE})
 MARKS = {Cause.STALL: "~", Cause.BUBBLE: "."}

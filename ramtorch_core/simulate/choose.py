@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
 from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
 
@@ -38,7 +38,7 @@ class Choice:
     Attributes:
         seconds: predicted per step.
         compute_seconds: what the chosen plan computes; the step cannot be shorter.
-        peak_bytes: predicted peak of GPU memory, `extra_bytes` included.
+        peak_bytes: predicted peak of GPU memory.
         bounds: resource -> part of the step, 0 to 1, in which it is busy; the fullest first.
         offers: what more GPU memory, and more microbatches, would buy.
         simulated: how many combinations were run.
@@ -86,7 +86,7 @@ def choose(
     machine: Machine,
     *,
     base: StreamingPlan | None = None,
-    extra_bytes: float = 0,
+    beside: StepCost | None = None,
     windows: Sequence[int] = WINDOWS,
     resident: Sequence[int | tuple[int, ...]] | None = None,
     checkpoint: Sequence[bool] = (False, True),
@@ -100,7 +100,7 @@ def choose(
 
     Args:
         base: what is not chosen here: microbatches, order, optimizer (default: overlapped on the host), accumulation.
-        extra_bytes: GPU memory for what is in no chunk: inputs, the loss, work space.
+        beside: what a step costs that is in no chunk.
         resident: sets of chunks to compare; None for all of those counts.
         offers: also simulate what more memory and more microbatches would buy.
         variants: changes in words -> what the chunks would cost then; they are offered too.
@@ -109,21 +109,22 @@ def choose(
         ConfigurationError: no combination fits; says what the least would be.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+    beside = beside or StepCost()
     knobs = _Knobs(windows, pins(len(chunks)) if resident is None else resident, checkpoint)
-    best, simulated = _search(chunks, machine, base, extra_bytes, knobs)
+    best, simulated = _search(chunks, machine, base, beside, knobs)
     plan, result = best
     found: list[Offer] = []
     for change, others, there, what in _changes(chunks, machine, base, variants) if offers else ():
         with contextlib.suppress(ConfigurationError):  # it would not fit
-            (other, its), count = _search(others, there, what, extra_bytes, knobs)
+            (other, its), count = _search(others, there, what, beside, knobs)
             simulated += count
             seconds = its.seconds * base.microbatches / what.microbatches
-            found.append(Offer(change, seconds, other, its.peak_bytes + extra_bytes))
+            found.append(Offer(change, seconds, other, its.peak_bytes))
     return Choice(
         plan=plan,
         seconds=result.seconds,
         compute_seconds=result.compute * result.seconds,
-        peak_bytes=result.peak_bytes + extra_bytes,
+        peak_bytes=result.peak_bytes,
         bounds=_bounds(result),
         offers=tuple(found),
         simulated=simulated,
@@ -155,10 +156,10 @@ def _search(
     chunks: Sequence[ChunkCost],
     machine: Machine,
     base: StreamingPlan,
-    extra_bytes: float,
+    beside: StepCost,
     knobs: _Knobs,
 ) -> tuple[tuple[StreamingPlan, StreamingResult], int]:
-    limit = float("inf") if machine.gpu_bytes is None else machine.gpu_bytes - extra_bytes
+    limit = float("inf") if machine.gpu_bytes is None else machine.gpu_bytes
     plans = [
         replace(base, window=window, pin=pin, checkpoint=recompute)
         for recompute in knobs.checkpoint
@@ -166,7 +167,10 @@ def _search(
         for window in dict.fromkeys(min(most, max(1, len(chunks) - _count(pin))) for most in knobs.windows)
     ]
     bounded = sorted(
-        ((_least_seconds(chunks, machine, plan), _least_bytes(chunks, plan), i) for i, plan in enumerate(plans)),
+        (
+            (_least_seconds(chunks, machine, plan, beside), _least_bytes(chunks, plan, beside), i)
+            for i, plan in enumerate(plans)
+        ),
         key=lambda entry: entry[:2],
     )
     fastest = least = float("inf")
@@ -178,7 +182,7 @@ def _search(
             continue
         if seconds > fastest * (1 + TOLERANCE):
             break
-        result = simulate_streaming(chunks, plans[i], machine)
+        result = simulate_streaming(chunks, plans[i], machine, beside)
         simulated += 1
         if result.peak_bytes > limit:
             least = min(least, result.peak_bytes)
@@ -187,8 +191,8 @@ def _search(
         fitting.append((plans[i], result))
     if not fitting:
         raise ConfigurationError(
-            f"no window, pin and activation policy fits into {(limit + extra_bytes) / 1e9:.2f} GB of GPU memory: about "
-            f"{(least + extra_bytes) / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
+            f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory: about "
+            f"{least / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
         )
     close = [entry for entry in fitting if entry[1].seconds <= fastest * (1 + TOLERANCE)]
     return min(close, key=lambda entry: (entry[1].peak_bytes, entry[1].seconds)), simulated
@@ -206,12 +210,16 @@ def _count(pin: int | tuple[int, ...]) -> int:
     return pin if isinstance(pin, int) else len(pin)
 
 
-def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: StreamingPlan) -> float:
+def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: StreamingPlan, beside: StepCost) -> float:
     """A step cannot be shorter than the work of any one resource."""
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for i, chunk in enumerate(chunks) if i not in resident]
-    backward = sum(c.backward + c.forward * plan.checkpoint for c in chunks) * plan.train
-    compute = plan.microbatches * (sum(c.forward for c in chunks) + backward)
+    compute = plan.microbatches * (
+        beside.loss
+        + sum(c.forward_seconds(i in resident) for i, c in enumerate(chunks))
+        + sum(c.backward_seconds(checkpoint=plan.checkpoint, resident=i in resident) for i, c in enumerate(chunks))
+        * plan.train
+    )
     on_host = plan.train and plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED, Optimizer.OVERLAPPED)
     update = sum(c.update for c in streamed) * on_host
     gradients = sum(c.gradient for c in streamed) * on_host
@@ -221,20 +229,21 @@ def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: Streamin
     return max(apart, gradients, sum(c.transfer for c in streamed), memory)
 
 
-def _least_bytes(chunks: Sequence[ChunkCost], plan: StreamingPlan) -> float:
+def _least_bytes(chunks: Sequence[ChunkCost], plan: StreamingPlan, beside: StepCost) -> float:
     """Slots, resident chunks, and the activations of the moment when the first backward begins."""
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk.weight_bytes for i, chunk in enumerate(chunks) if i not in resident]
     updated = plan.train and plan.optimizer is not Optimizer.NONE
     kept = sum(
-        chunks[i].resident_bytes + chunks[i].gradient_bytes * plan.train + chunks[i].state_bytes * updated
+        chunks[i].resident_bytes + chunks[i].own_gradient_bytes * plan.train + chunks[i].state_bytes * updated
         for i in resident
     )
     together = plan.microbatches if plan.order is Order.CHUNK else 1
-    held = sum(c.boundary_bytes if plan.checkpoint else c.kept_bytes for c in chunks) * together * plan.train
+    held = sum(c.held_bytes(plan.checkpoint) for c in chunks) * together * plan.train + beside.loss_bytes
     summed = plan.accumulate is Accumulate.GPU and plan.order is Order.MICROBATCH and plan.microbatches > 1
     gradients = sum(c.gradient_bytes for i, c in enumerate(chunks) if i not in resident) * summed * plan.train
-    return min(plan.window, len(streamed)) * max(streamed, default=0.0) + kept + max(held, gradients)
+    slots = min(plan.window, len(streamed)) * max(streamed, default=0.0)
+    return beside.base_bytes + slots + kept + max(held, gradients)
 
 
 def _bounds(result: StreamingResult) -> dict[str, float]:

@@ -24,6 +24,7 @@ class Kind(Enum):
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
+    LOSS = "L"
     TRANSFER = "t"
     GRADIENT = "g"
     STATE = "s"
@@ -33,7 +34,7 @@ class Kind(Enum):
     JOIN = "."
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.LOSS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,40 +19,57 @@ class ChunkCost:
 
     Attributes:
         forward, backward: seconds of compute per microbatch; backward without the recompute of a checkpoint.
-        issue_forward, issue_backward: seconds that the host takes to issue that compute, likewise.
+        recompute: seconds of compute to recompute what backward needs; None for as long as `forward`. It ends with the
+            last tensor that backward needs, which can be long before the end of the forward.
+        issue_forward, issue_recompute, issue_backward: seconds that the host takes to issue that compute.
+        cast: seconds of compute to cast its weights, or its gradient, where it is resident and computes in half
+            precision: each forward and recompute casts the weights, each backward the gradient.
+        add: seconds of compute to add its gradient to that of the microbatches before, where it is resident.
         transfer: seconds to copy its weights into a slot.
         gradient: seconds to copy its gradient to the host.
         accumulate: seconds to add it to the sum on the host, on the device and back; 0 for twice `gradient`.
         update: seconds of the optimizer on the host.
+        recast: seconds of the host to cast its master to what crosses the bus.
         device_update: seconds of the optimizer on the GPU.
         state_in, state_out: seconds to bring optimizer state to the GPU and back, for an update there.
         weight_bytes: what a slot must hold, as it crosses the bus.
         master_bytes: weights in the optimizer's dtype: what a resident chunk needs, if that is more.
-        gradient_bytes: its gradient on the GPU.
+        gradient_bytes: its gradient as it crosses the bus, and as it is summed.
+        produced_bytes: its gradient as a backward leaves it on the GPU; None for as it crosses.
+        resident_gradient_bytes: its gradient where it is resident; None for as it crosses.
         state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
         update_bytes: traffic of host memory that an update on the host causes.
         kept_bytes: activations of one microbatch that backward needs.
         boundary_bytes: activations of one microbatch that stay where the chunk is checkpointed: its inputs.
+        recomputed_bytes: those that a recompute makes besides; None for all that is kept.
     """
 
     forward: float
     backward: float
+    recompute: float | None = None
     issue_forward: float = 0.0
+    issue_recompute: float = 0.0
     issue_backward: float = 0.0
+    cast: float = 0.0
+    add: float = 0.0
     transfer: float = 0.0
     gradient: float = 0.0
     accumulate: float = 0.0
     update: float = 0.0
+    recast: float = 0.0
     device_update: float = 0.0
     state_in: float = 0.0
     state_out: float = 0.0
     weight_bytes: float = 0
     master_bytes: float = 0
     gradient_bytes: float = 0
+    produced_bytes: float | None = None
+    resident_gradient_bytes: float | None = None
     state_bytes: float = 0
     update_bytes: float = 0
     kept_bytes: float = 0
     boundary_bytes: float = 0
+    recomputed_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -61,6 +78,69 @@ class ChunkCost:
     def resident_bytes(self) -> float:
         """Bytes of its weights if it is resident."""
         return max(self.weight_bytes, self.master_bytes)
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes of a resident chunk's weights in half precision, while they are used."""
+        return self.weight_bytes if self.weight_bytes < self.master_bytes else 0.0
+
+    @property
+    def left_bytes(self) -> float:
+        """Bytes that one backward leaves on the GPU."""
+        return self.gradient_bytes if self.produced_bytes is None else self.produced_bytes
+
+    def held_bytes(self, checkpoint: bool) -> float:
+        """Bytes of activations of one microbatch between forward and backward."""
+        return self.boundary_bytes if checkpoint else self.kept_bytes
+
+    def backward_seconds(self, *, checkpoint: bool, resident: bool, adds: bool = False) -> float:
+        """Seconds of compute of a backward visit; `adds`: of a later microbatch than the first."""
+        recompute = self.forward if self.recompute is None else self.recompute
+        own = (1 + checkpoint) * self.cast + adds * self.add
+        return self.backward + recompute * checkpoint + own * resident
+
+    def forward_seconds(self, resident: bool) -> float:
+        """Seconds of compute of a forward visit."""
+        return self.forward + self.cast * resident
+
+    @property
+    def own_gradient_bytes(self) -> float:
+        """Bytes of its gradient if it is resident."""
+        return self.gradient_bytes if self.resident_gradient_bytes is None else self.resident_gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What a step costs beside its chunks.
+
+    Attributes:
+        loss: seconds of compute per microbatch in no chunk: between forward and backward, or after a forward alone.
+        issue_begin: seconds that the host takes, per microbatch, before it issues the first visit.
+        issue_loss: seconds that it takes to issue what is between forward and backward.
+        between: seconds of the host per step in which it issues nothing: the optimizer of what does not stream, the
+            loop around, loading data.
+        awaited: the host waits for all compute of a backward, because tensors that stay on the GPU get gradients, which
+            come last; otherwise for the gradients of streamed chunks alone.
+        base_bytes: GPU memory at any time: inputs, copies of small tensors, work space of libraries.
+        bounce_bytes: GPU memory through which gradients are added to sums on the host, or cast.
+        loss_bytes: GPU memory between forward and backward, besides activations.
+        work_bytes: GPU memory in a backward visit, besides activations and gradients.
+        step_bytes: GPU memory while the optimizer steps what is resident.
+    """
+
+    loss: float = 0.0
+    issue_begin: float = 0.0
+    issue_loss: float = 0.0
+    between: float = 0.0
+    awaited: bool = True
+    base_bytes: float = 0.0
+    bounce_bytes: float = 0.0
+    loss_bytes: float = 0.0
+    work_bytes: float = 0.0
+    step_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_amounts(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +153,7 @@ class Machine:
         host_memory: bytes per second of the host's memory, all traffic together.
         gpu_bytes: bytes of GPU memory that may be used.
         host_update, gpu_update: seconds per parameter of the optimizer on the host and on the GPU.
+        asynchronous: copies go on beside compute. On a CPU, which computes in the thread that copies, they do not.
     """
 
     h2d: float | None = None
@@ -82,11 +163,12 @@ class Machine:
     gpu_bytes: float | None = None
     host_update: float | None = None
     gpu_update: float | None = None
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         check_amounts(self)
         for field in fields(self):
-            if getattr(self, field.name) == 0:
+            if getattr(self, field.name) == 0 and field.name != "asynchronous":
                 raise ConfigurationError(f"{field.name}=0: it must be positive; leave it out for no limit")
 
     def capacities(self, *gpus: str) -> dict[str, float]:

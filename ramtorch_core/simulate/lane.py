@@ -1,9 +1,13 @@
 """The visits of one GPU, laid out as work: transfers into its window, compute, and gradients on their way out.
 
 The rules are those of the engine (`engine/follow.py`, `memory/window.py`, `memory/gradients.py`): transfers run in the
-order of the plan, each after the visit that ends its slot's former use; a visit waits for its transfer; compute waits
-before the gradients of more than `GRADIENTS_IN_FLIGHT` chunks would be on their way. The host issues one visit after
-the other: the device can begin what has been issued so far, and ends no visit before it is issued to its end.
+order of the plan, each once the host has issued the visit that ends its slot's former use; a visit waits for its
+transfer; compute waits before the gradients of more than `GRADIENTS_IN_FLIGHT` chunks would be on their way. The host
+issues one visit after the other: the device can begin what has been issued so far, and ends no visit before it is
+issued to its end.
+
+Memory is counted in the order in which it is allocated, that of compute: an allocator knows no other time. A gradient
+keeps its place until the copies of the two after it have begun, or the backward is over.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ class Lane:
         chunks: costs, by index.
         window: slots; fewer are allocated when fewer chunks stream.
         resident: indices of chunks that are never copied.
+        asynchronous: copies go on beside compute.
 
     Attributes:
         compute, h2d, d2h: names of the streams.
@@ -36,6 +41,7 @@ class Lane:
         bus: the capacity that its copies in both directions share.
         memory: place of the bytes that come and go; `weight_bytes` are there at any time.
         updated: chunk -> the task that last wrote its master.
+        stale: chunks whose masters the host casts again before it copies them.
         holdings: what is held when.
         transfers: how many copies into slots were planned.
 
@@ -44,12 +50,21 @@ class Lane:
     """
 
     def __init__(
-        self, work: Work, name: str, chunks: Sequence[ChunkCost], *, window: int, resident: frozenset[int] = frozenset()
+        self,
+        work: Work,
+        name: str,
+        chunks: Sequence[ChunkCost],
+        *,
+        window: int,
+        resident: frozenset[int] = frozenset(),
+        asynchronous: bool = True,
     ) -> None:
         if window < 1:
             raise ConfigurationError(f"window={window}: at least 1 slot is needed; 2 let copies overlap compute")
         prefix = f"{name} " if name else ""
         self.compute, self.h2d, self.d2h = (f"{prefix}{stream}" for stream in ("compute", "H2D", "D2H"))
+        if not asynchronous:
+            self.h2d = self.d2h = self.compute
         self.issuing = f"{prefix}issuing"
         work.order += [self.issuing, self.compute, self.h2d, self.d2h]
         self.memory, self._place, self.bus = f"{prefix}bytes", f"{prefix}chunks", f"{prefix}{BOTH_WAYS}"
@@ -60,12 +75,15 @@ class Lane:
         self.weight_bytes = self.slots * slot_bytes + sum(chunks[index].resident_bytes for index in resident)
         self.holdings: list[Holding] = []
         self.updated: dict[int, int] = {}
+        self.stale: set[int] = set()
         self.transfers = 0
-        self._freed: dict[int, int] = {}  # slot -> the last visit that used it
-        self._moving: deque[int] = deque()
+        self._freed: dict[int, int] = {}  # slot -> the end of the last visit that used it
+        self._moving: deque[tuple[int, float, int]] = deque()  # copies of gradients, their bytes, and since when
         self._gates: list[int] = []  # what must have ended before compute goes on
         self._rooms: list[int] = []  # and before the host does
-        self._issued: int | None = None  # the last visit, on the host's side
+        self._issued: int | None = None  # the last thing that the host did
+        self._copied: int | None = None  # the last transfer
+        self._reads_master: int | None = None  # the last one that reads masters
         self.begin(())
 
     def begin(self, itinerary: Iterable[Visit], since: int | None = None) -> None:
@@ -73,10 +91,22 @@ class Lane:
         plan = plan_transfers([v for v in itinerary if v.chunk not in self.resident], max(1, self.slots))
         self._slot_of_visit, self._itinerary, self._since = plan.slot_of_visit, plan.itinerary, since
         self._waiting = deque(plan.transfers)
-        self._visits: list[int] = []  # tasks of the streamed visits so far
+        self._visits: list[int] = []  # ends of the streamed visits so far
         self._content: dict[int, int] = {}  # slot -> the transfer that filled it
         self._last = _last_uses(plan.slot_of_visit, plan.transfers)
         self.transfers += len(plan.transfers)
+
+    def spend(self, seconds: float, label: str, after: Iterable[int | None] = ()) -> None:
+        """The host does something that is no work for the device."""
+        if seconds:
+            waits = [self._issued, self._since, *self._rooms, *after]
+            self._rooms = []
+            self._issued = self.work.add(self.issuing, label, Kind.ISSUE, seconds, waits)
+
+    def let_host_write(self) -> None:
+        """The host waits until no transfer reads a master."""
+        if self._reads_master is not None:
+            self._rooms.append(self._reads_master)
 
     def visit(
         self,
@@ -94,47 +124,57 @@ class Lane:
         Args:
             issue: seconds that the host takes to issue it.
         """
-        needs = [*after, self._since]
+        if chunk not in self.resident and not self._visits:
+            self._copy_ahead()
+        needs = [*after, self._issued, self._since]
         if issue:
             waits = [self._issued, self._since, *self._rooms]
             if chunk not in self.resident:
                 waits.append(self.updated.get(chunk))
-            needs.append(self.work.join(waits))
             self._rooms = []
+            needs.append(self.work.join(waits))
             self._issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, issue, waits)
-        task = self._compute(chunk, direction, kind, seconds, label, needs)
-        if issue:
-            self.work.add(self.compute, "", Kind.ISSUE, 0.0, [self._issued])
-        return task
-
-    def _compute(
-        self, chunk: int, direction: Direction, kind: Kind, seconds: float, label: str, needs: list[int | None]
-    ) -> int:
         if chunk in self.resident:
-            return self.step(kind, seconds, label, needs)
+            task = self.step(kind, seconds, label, needs)
+            self._end(task, issue)
+            return task
         position = len(self._visits)
         assert self._itinerary[position] == Visit(direction, chunk), "visits follow the itinerary"
-        while self._waiting and self._waiting[0].needed_by == position:
-            self._copy(self._waiting.popleft())
         slot = self._slot_of_visit[position]
         task = self.step(kind, seconds, label, [*needs, self._content[slot]])
-        self._visits.append(task)
-        self._freed[slot] = task
+        self._freed[slot] = self._end(task, issue)
+        self._visits.append(self._freed[slot])
         if position in self._last:
             self.holdings.append(Holding(self._place, 1, self._content[slot], task))
+        self._copy_ahead()
         return task
+
+    def _end(self, task: int, issue: float) -> int:
+        """The end of a visit: when it is computed, and issued."""
+        return self.work.add(self.compute, "", Kind.ISSUE, 0.0, [task, self._issued]) if issue else task
 
     def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()) -> int:
         """Compute that needs no chunk's weights. Returns its task."""
         gates, self._gates = self._gates, []
         return self.work.add(self.compute, label, kind, seconds, [*after, *gates])
 
-    def send_gradient(self, chunk: int, visit: int, *, add: bool = False, room: int | None = None) -> int:
+    def send_gradient(
+        self,
+        chunk: int,
+        visit: int,
+        *,
+        add: bool = False,
+        room: int | None = None,
+        nbytes: float | None = None,
+        since: int | None = None,
+    ) -> int:
         """Move the gradient that `visit` produced to the host. Returns the task.
 
         Args:
             add: to what is there.
             room: the task that makes room for it; until then, the host issues nothing else.
+            nbytes: that it takes on the GPU, by default what a backward leaves.
+            since: the task since which it is there, by default `visit`.
         """
         cost = self.chunks[chunk]
         seconds = (cost.accumulate or 2 * cost.gradient) if add else cost.gradient
@@ -144,10 +184,19 @@ class Lane:
         if room is not None:
             self._gates.append(room)
             self._rooms.append(room)
-        self._moving.append(task)
+        self._moving.append((task, cost.left_bytes if nbytes is None else nbytes, visit if since is None else since))
         if len(self._moving) > GRADIENTS_IN_FLIGHT:
-            self._gates.append(self._moving.popleft())
+            moved, held, began = self._moving.popleft()
+            self._gates.append(moved)
+            self.hold(held, began, visit)
         return task
+
+    def all_sent(self, last: int) -> None:
+        """The backward that ends with the visit `last` is over, and with it all gradients are gone."""
+        while self._moving:
+            _, held, began = self._moving.popleft()
+            self.hold(held, began, last)
+        self._gates = []
 
     def hold(self, nbytes: float, since: int, until: int | None) -> None:
         """Bytes on the GPU from the start of one task to the end of another."""
@@ -162,13 +211,25 @@ class Lane:
         """The most bytes in use on the GPU at once."""
         return self.weight_bytes + peaks.get(self.memory, 0.0)
 
+    def _copy_ahead(self) -> None:
+        """Issue the transfers whose slots are free once the visits so far are over."""
+        while self._waiting and self._waiting[0].after < len(self._visits):
+            self._copy(self._waiting.popleft())
+
     def _copy(self, transfer: Transfer) -> None:
         cost = self.chunks[transfer.chunk]
         former = self._visits[transfer.after] if transfer.after >= 0 else self._freed.get(transfer.slot)
-        needs = [self._since, former, self.updated.get(transfer.chunk)]
+        if transfer.chunk in self.stale:
+            self.stale.remove(transfer.chunk)
+            uses = traffic(cost.master_bytes + cost.weight_bytes, cost.recast, HOST_MEMORY)
+            waits = [self._issued, self._since, self.updated.get(transfer.chunk)]
+            self._issued = self.work.add(self.issuing, f"c{transfer.chunk}", Kind.ISSUE, cost.recast, waits, uses)
+        needs = [self._since, self._issued, self._copied, former, self.updated.get(transfer.chunk)]
         uses = traffic(cost.weight_bytes, cost.transfer, HOST_MEMORY, self.bus)
         task = self.work.add(self.h2d, f"t{transfer.chunk}", Kind.TRANSFER, cost.transfer, needs, uses)
-        self._content[transfer.slot] = task
+        self._content[transfer.slot] = self._copied = task
+        if cost.weight_bytes >= cost.master_bytes:
+            self._reads_master = task
 
 
 def _last_uses(slot_of_visit: Sequence[int], transfers: Sequence[Transfer]) -> frozenset[int]:

@@ -11,7 +11,7 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate import options
 from ramtorch_core.simulate.choose import Choice, choose, describe
 from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
-from ramtorch_core.simulate.costs import Machine
+from ramtorch_core.simulate.costs import Machine, StepCost
 from ramtorch_core.simulate.options import Row, count, listed, number, one_of
 from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
@@ -59,15 +59,16 @@ def _run(argv: Sequence[str]) -> None:
     machine = machine_of(arguments)
     if not 0 <= arguments.extra_bytes < float("inf"):
         raise ConfigurationError(f"extra_bytes={arguments.extra_bytes}: it must be finite and not negative")
+    beside = StepCost(base_bytes=arguments.extra_bytes)
     if arguments.choose:
-        _choose(arguments, machine)
+        _choose(arguments, machine, beside)
         return
     swept = [name for name in SWEPT if len(getattr(arguments, name)) > 1]
     rows = []
     for knobs in options.combinations(arguments, (*SWEPT, *KNOBS)):
         plan = _plan(knobs, train=not arguments.forward_only)
         chunks = chunks_of(arguments, machine, knobs)
-        result = simulate_streaming(chunks, plan, machine, steps=arguments.steps)
+        result = simulate_streaming(chunks, plan, machine, beside, steps=arguments.steps)
         rows.append(_row(knobs, swept, arguments, result))
     _check_fit(rows, machine)
     options.present(rows, arguments)
@@ -106,7 +107,7 @@ def _row(knobs: Mapping[str, Any], swept: Sequence[str], arguments: argparse.Nam
         "transfers": result.transfers,
         "chunks": result.peak_chunks,
         "weight bytes": result.weight_bytes,
-        "peak bytes": result.peak_bytes + arguments.extra_bytes * bool(result.peak_bytes),
+        "peak bytes": result.peak_bytes,
     }
     return Row(shown, figures, result.timeline)
 
@@ -126,14 +127,14 @@ def _check_fit(rows: Sequence[Row], machine: Machine) -> None:
         )
 
 
-def _choose(arguments: argparse.Namespace, machine: Machine) -> None:
+def _choose(arguments: argparse.Namespace, machine: Machine, beside: StepCost) -> None:
     wide = [name for name in (*SWEPT, *KNOBS[3:]) if len(getattr(arguments, name)) > 1]
     if wide:
         raise ConfigurationError(f"--choose needs one value of --{wide[0].replace('_', '-')}, not a list")
     knobs = next(options.combinations(arguments, (*SWEPT, *KNOBS)))
     chunks = chunks_of(arguments, machine, knobs)
     base = _plan(knobs, train=not arguments.forward_only)
-    choice = choose(chunks, machine, base=base, extra_bytes=arguments.extra_bytes)
+    choice = choose(chunks, machine, base=base, beside=beside)
     if not arguments.json:
         print(choice)
         print()

@@ -177,13 +177,15 @@ class _Walk:
                 while at[device] < len(lane) and all(
                     need in self._end for need in dependencies(lane[at[device]], self.schedule.stages)
                 ):
-                    self._op(device, lane[at[device]])
+                    last = self._op(device, lane[at[device]])
                     at[device] += 1
+                    if at[device] == len(lane):
+                        self.lanes[device].all_sent(last)
 
     def resident_bytes(self, lane: Lane) -> float:
         """Gradients and optimizer state of a lane's resident chunks."""
         trained = any(op.kind != "F" for op in self._end)
-        return trained * sum(lane.chunks[i].gradient_bytes + lane.chunks[i].state_bytes for i in lane.resident)
+        return trained * sum(lane.chunks[i].own_gradient_bytes + lane.chunks[i].state_bytes for i in lane.resident)
 
     def _visits(self, op: Op) -> list[Visit]:
         """The visits of an op; W computes with activations alone."""
@@ -191,7 +193,8 @@ class _Walk:
             return [Visit(Direction.FORWARD, chunk) for chunk in self._chunks[op.stage]]
         return [Visit(Direction.BACKWARD, chunk) for chunk in reversed(self._chunks[op.stage]) if op.kind != "W"]
 
-    def _op(self, device: int, op: Op) -> None:
+    def _op(self, device: int, op: Op) -> int:
+        """Lay out one op; returns its last task."""
         lane = self.lanes[device]
         needed = dependencies(op, self.schedule.stages)
         after = [(self._end if need.stage == op.stage else self._arrived)[need] for need in needed]
@@ -208,6 +211,7 @@ class _Walk:
         result = Op("I", op.stage, op.microbatch) if op.kind == "B" else op
         self._end[result] = self._arrived[result] = task
         self._send(op, device)
+        return task
 
     def _seconds(self, op: Op, cost: ChunkCost) -> float:
         if op.kind == "F":
@@ -235,8 +239,8 @@ class _Walk:
         self._left[device, chunk] += 1
         count = self._left[device, chunk]
         if not stays or count == self.schedule.microbatches:
-            sent = lane.send_gradient(chunk, task, add=not stays and count > 1)
-            lane.hold(cost.gradient_bytes, since, sent)
+            nbytes = cost.gradient_bytes if stays and count > 1 else None
+            lane.send_gradient(chunk, task, add=not stays and count > 1, nbytes=nbytes, since=since)
 
     def _send(self, op: Op, device: int) -> None:
         """The result of `op` leaves for the stage that needs it next, if that is on another GPU."""

@@ -8,8 +8,8 @@ from enum import Enum
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.itinerary import Direction, Visit
-from ramtorch_core.simulate.clock import Kind, Work
-from ramtorch_core.simulate.costs import HOST_MEMORY, ChunkCost, Machine, resident_chunks, traffic
+from ramtorch_core.simulate.clock import Key, Kind, Work
+from ramtorch_core.simulate.costs import HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks, traffic
 from ramtorch_core.simulate.lane import Lane
 
 HOST = "host"
@@ -58,6 +58,7 @@ class StreamingPlan:
         train: False for forwards alone.
         staging: how many chunks' gradients may wait on the host for an update that overlaps with backward; None for
             any number. A backward that is further ahead waits.
+        recast: user code may have written masters, so the host casts each again before it is copied.
 
     Raises:
         ConfigurationError: fewer than one slot, microbatch or staging buffer.
@@ -72,6 +73,13 @@ class StreamingPlan:
     accumulate: Accumulate = Accumulate.HOST
     train: bool = True
     staging: int | None = 4
+    recast: bool = False
+
+    @property
+    def bounces(self) -> bool:
+        """Whether gradients go through a buffer on the GPU, to be added to what is on the host, or to be cast."""
+        adds = self.microbatches > 1 and self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST
+        return self.train and (adds or self.optimizer is Optimizer.PUBLISHED)
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -87,26 +95,40 @@ class Steps:
 
     The host returns from a backward when every gradient has arrived, and from `optimizer.step()` as
     `StreamingPlan.optimizer` says; what it issues afterwards cannot begin before. Slots are planned anew for each pass
-    over the chunks.
+    over the chunks. Gradients of resident chunks stay until the backward of the next step begins.
 
     Attributes:
         first: per step its first visit.
-        resident_bytes: gradients and optimizer state of resident chunks.
     """
 
-    def __init__(self, chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine) -> None:
-        self.chunks, self.plan = chunks, plan
-        self.work = Work(machine.capacities(), {HOST: self._urgency})
+    def __init__(
+        self, chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine, beside: StepCost | None = None
+    ) -> None:
+        self.chunks, self.plan, self._beside = chunks, plan, beside or StepCost()
+        free: dict[str, Key] = {HOST: self._urgency}
+        if plan.optimizer is Optimizer.GPU:
+            free["H2D"] = self._weights_first
+        self.work = Work(machine.capacities(), free)
         resident = resident_chunks(plan.pin, len(chunks))
-        self.lane = Lane(self.work, "", chunks, window=plan.window, resident=resident)
-        updated = plan.train and plan.optimizer is not Optimizer.NONE
-        self.resident_bytes = sum(
-            chunks[i].gradient_bytes * plan.train + chunks[i].state_bytes * updated for i in resident
+        self.lane = Lane(
+            self.work, "", chunks, window=plan.window, resident=resident, asynchronous=machine.asynchronous
         )
         self.first: list[int] = []
         self._last: dict[int, int] = {}  # step -> the end of its last backward: every gradient has arrived
         self._update: dict[int, tuple[int, int]] = {}  # update on the host -> step and chunk
+        self._left: dict[int, int] = {}  # resident chunk -> the visit that made its gradient
         self._since: int | None = None  # when the host went on
+
+    @property
+    def stays_bytes(self) -> float:
+        """Bytes on the GPU at any time besides slots and weights: of the step, and optimizer state."""
+        updated = self.plan.train and self.plan.optimizer is not Optimizer.NONE
+        beside = self._beside.base_bytes + self._beside.bounce_bytes * self.plan.bounces
+        return beside + sum(self.chunks[i].state_bytes * updated for i in self.lane.resident)
+
+    def end(self) -> None:
+        """No step is to come."""
+        self._drop_gradients(None)
 
     def lay_out(self) -> None:
         """Add one step."""
@@ -117,41 +139,81 @@ class Steps:
         self._arrived: dict[int, int] = {}  # chunk -> the copy of its last gradient
         self._overlapping: list[int] = []  # updates on the host that the backward does not wait for
         self._gpu_updates: list[tuple[int, int, int]] = []  # to come: chunk, its visit, the visit before
+        if plan.recast:
+            self.lane.stale = set(range(count)) - self.lane.resident
         everything = list(range(plan.microbatches))
         for group in [everything] if plan.order is Order.CHUNK else [[m] for m in everything]:
-            down = [(chunk, m) for chunk in range(count) for m in group]
-            up = [(chunk, m) for chunk in reversed(range(count)) for m in group] if plan.train else []
-            visits = [Visit(Direction.FORWARD, chunk) for chunk, _ in down]
-            self.lane.begin(visits + [Visit(Direction.BACKWARD, chunk) for chunk, _ in up], self._since)
-            for chunk, m in down:
-                self._forward(chunk, m)
-            for chunk, m in up:
-                self._backward(chunk, m)
-            if plan.train and plan.optimizer is not Optimizer.GPU:
-                self._since = self.work.join([self._latest, *self._arrived.values()])
+            self._pass(group)
         self.first.append(self._forwards[0, 0])
         self._last[self._number] = self._latest if self._since is None else self._since
         if plan.train and plan.optimizer is not Optimizer.NONE:
             self._optimize()
 
+    def _pass(self, group: Sequence[int]) -> None:
+        """Forward and backward of some microbatches, side by side."""
+        plan, beside, count = self.plan, self._beside, len(self.chunks)
+        begin = beside.issue_begin + beside.between * (group[0] == 0)
+        self.lane.spend(begin, "before a pass", [self._since])
+        down = [(chunk, m) for chunk in range(count) for m in group]
+        up = [(chunk, m) for chunk in reversed(range(count)) for m in group] if plan.train else []
+        visits = [Visit(Direction.FORWARD, chunk) for chunk, _ in down]
+        self.lane.begin(visits + [Visit(Direction.BACKWARD, chunk) for chunk, _ in up], self._since)
+        for chunk, m in down:
+            self._forward(chunk, m)
+        self._loss(group)
+        for chunk, m in up:
+            self._backward(chunk, m)
+        if plan.train and plan.optimizer is not Optimizer.GPU:
+            self.lane.all_sent(self._latest)
+            end = self._latest if self._beside.awaited else None
+            self._since = self.work.join([end, *self._arrived.values()])
+
     def _forward(self, chunk: int, m: int) -> None:
         cost, label = self.chunks[chunk], self._label("F", chunk, m)
-        self._latest = self.lane.visit(
-            chunk, Direction.FORWARD, Kind.FORWARD, cost.forward, label, issue=cost.issue_forward
-        )
+        seconds = cost.forward_seconds(chunk in self.lane.resident)
+        self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label, issue=cost.issue_forward)
         self._forwards[chunk, m] = self._latest
 
+    def _loss(self, group: Sequence[int]) -> None:
+        """What is between the forwards and the backwards of some microbatches."""
+        plan, beside, lane = self.plan, self._beside, self.lane
+        lane.let_host_write()
+        for m in group:
+            lane.spend(beside.issue_loss, "loss")
+            if beside.loss or beside.loss_bytes:
+                self._latest = lane.step(Kind.LOSS, beside.loss, self._label("L", "", m), [self._latest])
+            lane.hold(beside.loss_bytes, self._latest, self._latest)
+        if plan.checkpoint or not plan.train:  # otherwise they are saved for backward
+            for chunk in lane.resident:  # autocast keeps what it has cast until the forward is over
+                lane.hold(self.chunks[chunk].cast_bytes, self._forwards[chunk, group[0]], self._latest)
+        if group[0] == 0:
+            self._drop_gradients(self._latest)
+
+    def _drop_gradients(self, until: int | None) -> None:
+        """Those that the step before left on resident chunks."""
+        for chunk, since in self._left.items():
+            self.lane.hold(self.chunks[chunk].own_gradient_bytes, since, until)
+        self._left = {}
+
     def _backward(self, chunk: int, m: int) -> None:
-        cost, plan, before = self.chunks[chunk], self.plan, self._latest
-        seconds = cost.backward + cost.forward * plan.checkpoint
-        label = self._label("B", chunk, m)
-        issue = cost.issue_backward + cost.issue_forward * plan.checkpoint
-        visit = self._latest = self.lane.visit(chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, label, issue=issue)
-        self.lane.hold(cost.boundary_bytes if plan.checkpoint else cost.kept_bytes, self._forwards[chunk, m], visit)
+        cost, plan, before, lane = self.chunks[chunk], self.plan, self._latest, self.lane
+        resident = chunk in lane.resident
+        seconds = cost.backward_seconds(checkpoint=plan.checkpoint, resident=resident, adds=m > 0)
+        issue = cost.issue_backward + cost.issue_recompute * plan.checkpoint
+        visit = self._latest = lane.visit(
+            chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, self._label("B", chunk, m), issue=issue
+        )
+        forward = self._forwards[chunk, m]
+        lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
+        lane.hold(self._beside.work_bytes, visit, visit)
         if plan.checkpoint:
-            self.lane.hold(cost.kept_bytes, visit, visit)
+            lane.hold(cost.kept_bytes if cost.recomputed_bytes is None else cost.recomputed_bytes, visit, visit)
         self._update_on_gpu()
-        if chunk not in self.lane.resident:
+        if resident:
+            lane.hold(cost.cast_bytes, visit if plan.checkpoint else forward, visit)
+            lane.hold(cost.left_bytes * bool(cost.cast_bytes), visit, visit)
+            self._left.setdefault(chunk, visit)
+        else:
             self._gradient(chunk, m, visit, before)
 
     def _gradient(self, chunk: int, m: int, visit: int, before: int) -> None:
@@ -171,8 +233,9 @@ class Steps:
             room = None
             if overlaps and not add and plan.staging is not None and len(self._overlapping) >= plan.staging:
                 room = self._overlapping[-plan.staging]  # a sum on the host needs no buffer besides
-            arrived = self._arrived[chunk] = self.lane.send_gradient(chunk, visit, add=add, room=room)
-            self.lane.hold(cost.gradient_bytes, since, arrived)
+            nbytes = cost.gradient_bytes if stays and m else None
+            arrived = self.lane.send_gradient(chunk, visit, add=add, room=room, nbytes=nbytes, since=since)
+            self._arrived[chunk] = arrived
             if overlaps:
                 self._overlapping.append(self._update_on_host(chunk, arrived))
 
@@ -186,8 +249,9 @@ class Steps:
         after = [self._since] if plan.optimizer is Optimizer.PUBLISHED else []
         for chunk in sorted(self.lane.resident):
             self._latest = self.lane.step(Kind.UPDATE, self.chunks[chunk].device_update, f"u{chunk}", after)
+            self.lane.hold(self._beside.step_bytes, self._latest, self._latest)
         if plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED):
-            self._since = self.work.join([self._latest, *self.lane.updated.values()])
+            self._since = self.work.join([self._since, *self.lane.updated.values()])
 
     def _update_on_host(self, chunk: int, after: int | None) -> int:
         cost = self.chunks[chunk]
@@ -217,5 +281,9 @@ class Steps:
         step, chunk = self._update[task]
         return (step, chunk) if ended(self._last[step]) else (step, arrival)
 
-    def _label(self, letter: str, chunk: int, m: int) -> str:
+    def _weights_first(self, task: int, _arrival: int, _ended: Callable[[int], bool]) -> tuple[int, ...]:
+        """Visits wait for weights; optimizer state has a stream of its own, and lets them pass."""
+        return int(self.work.tasks[task].kind is Kind.STATE), task
+
+    def _label(self, letter: str, chunk: int | str, m: int) -> str:
         return f"{letter}{chunk}" if self.plan.microbatches == 1 else f"{letter}{chunk}.{m}"

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.simulate.costs import ChunkCost, Machine
+from ramtorch_core.simulate.clock import COMPUTE, Kind
+from ramtorch_core.simulate.costs import ChunkCost, Machine, StepCost
 from ramtorch_core.simulate.steps import HOST, Accumulate, Optimizer, Order, Steps, StreamingPlan
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
 __all__ = ["Accumulate", "Optimizer", "Order", "StreamingPlan", "StreamingResult", "simulate_streaming"]
+
+
+COPIES_IN, COPIES_OUT = frozenset({Kind.TRANSFER, Kind.STATE}), frozenset({Kind.GRADIENT, Kind.STATE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class StreamingResult:
         shared: capacity -> part of it that is used.
         peak_chunks: the most chunks on the GPU at once.
         weight_bytes: slots and resident chunks.
-        peak_bytes: those, and activations, gradients and optimizer state at their peak.
+        peak_bytes: those, and activations, gradients, optimizer state and what is in no chunk, at their peak.
         transfers: copies into slots per step.
     """
 
@@ -44,7 +48,12 @@ class StreamingResult:
 
 
 def simulate_streaming(
-    chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine | None = None, *, steps: int = 3
+    chunks: Sequence[ChunkCost],
+    plan: StreamingPlan,
+    machine: Machine | None = None,
+    beside: StepCost | None = None,
+    *,
+    steps: int = 3,
 ) -> StreamingResult:
     """Run `steps` steps on a virtual clock and report the last.
 
@@ -59,9 +68,10 @@ def simulate_streaming(
     if steps < 1:
         raise ConfigurationError(f"{steps} steps: at least 1 is needed")
     machine = machine or Machine()
-    run = Steps(chunks, plan, machine)
+    run = Steps(chunks, plan, machine, beside)
     for _ in range(steps + (steps > 1)):
         run.lay_out()
+    run.end()
     times, lane = run.work.run(), run.lane
     if steps > 1:
         line = timeline(run.work, times, lane.holdings, times.start[run.first[-2]], times.start[run.first[-1]])
@@ -69,15 +79,15 @@ def simulate_streaming(
         line = timeline(run.work, times, lane.holdings)
     return StreamingResult(
         seconds=line.seconds,
-        compute=line.busy(lane.compute),
+        compute=line.busy(lane.compute, kinds=COMPUTE | {Kind.UPDATE}),
         stall=line.waited(Cause.STALL),
-        h2d=line.busy(lane.h2d),
-        d2h=line.busy(lane.d2h),
+        h2d=line.busy(lane.h2d, kinds=COPIES_IN),
+        d2h=line.busy(lane.d2h, kinds=COPIES_OUT),
         host=line.busy(HOST),
         shared={name: line.used(name) for name in line.capacities},
         peak_chunks=lane.peak_chunks(line.peaks),
         weight_bytes=lane.weight_bytes,
-        peak_bytes=run.resident_bytes + lane.peak_bytes(line.peaks),
+        peak_bytes=run.stays_bytes + lane.peak_bytes(line.peaks),
         transfers=lane.transfers // len(run.first),
         timeline=line,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,12 +74,16 @@ class Timeline:
         """The length of the window."""
         return self.end - self.start
 
-    def busy(self, *resources: str) -> float:
-        """Part of the window, 0 to 1, that the resources' work fills at full speed; their mean if there are several."""
+    def busy(self, *resources: str, kinds: AbstractSet[Kind] = frozenset(Kind)) -> float:
+        """Part of the window, 0 to 1, that the resources' work fills at full speed; their mean if there are several.
+
+        Args:
+            kinds: what counts.
+        """
         total = sum(
             span.seconds * (_inside(span.start, span.end, self) / (span.end - span.start))
             for span in self.spans
-            if span.resource in resources and span.end > span.start
+            if span.resource in resources and span.kind in kinds and span.end > span.start
         )
         return total / (self.seconds * len(resources)) if self.seconds and resources else 0.0
 

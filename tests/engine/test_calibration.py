@@ -18,10 +18,9 @@ from ramtorch_core.engine.chunks import find_chunks
 from ramtorch_core.engine.footprints import Run
 from ramtorch_core.engine.rates import Rates, known_rates, measure_rates
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.engine.timed_passes import FIRST, _issuing, time_passes
+from ramtorch_core.engine.timed_passes import FIRST, Issue, Part, issuing, least_issue, time_passes
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
-from ramtorch_core.plan.itinerary import Direction
 
 RATES = Rates(1e9, 1e9, 1.5e9, 4e9, 1e-9, 1e-10, None)
 CPU = Device("cpu")
@@ -47,7 +46,7 @@ def test_every_chunk_is_measured_and_the_model_stays_as_it_was() -> None:
         assert chunk.forward > 0
         assert chunk.backward >= 0
     assert found.outside >= 0
-    assert found.peak_bytes is None
+    assert found.peaks is None
 
 
 class Plain(nn.Module):
@@ -102,8 +101,9 @@ def test_waits_inside_of_a_visit_are_no_compute(monkeypatch: pytest.MonkeyPatch)
     found = calibrate_chunks(model, lambda: model(x).mean(), device, RATES, chunks="*", resident_below=0)
     # A visit looks at its begin and its end, and so does the wait inside: three seconds in all, and one does not count.
     assert [chunk.forward for chunk in found.chunks] == [2.0, 2.0]
-    assert [chunk.backward for chunk in found.chunks] == [0.0, 0.0]  # the recompute's, without which nothing is left
-    assert (found.issue_forward, found.issue_backward, found.issue_outside) == (0.0, 0.0, 0.0)  # the host computes
+    assert [chunk.recompute for chunk in found.chunks] == [2.0, 2.0]  # likewise, within the five of a backward visit
+    assert [chunk.backward for chunk in found.chunks] == [2.0, 2.0]
+    assert found.issue == Issue()  # the host computes
 
 
 def test_what_is_timed_copies_and_updates_nothing() -> None:
@@ -122,13 +122,27 @@ def test_what_is_timed_copies_and_updates_nothing() -> None:
     streamer.close()
 
 
+F, R, B = Part
+
+
 def test_the_hosts_time_per_visit_is_that_of_the_first_visits() -> None:
-    forward, backward = Direction.FORWARD, Direction.BACKWARD
-    ends = [(forward, 12.0), (forward, 13.0), (forward, 14.0), (backward, 20.0), (backward, 22.0), (backward, 24.0)]
-    assert _issuing(ends, 10.0) == (1.0, 2.0, (2.0 - 1.0) + (6.0 - 2.0))
-    late = [(forward, float(n)) for n in range(1, FIRST + 2)] + [(forward, 1000.0 * n) for n in range(1, 40)]
-    assert _issuing(late, 0.0)[0] == 1.0
-    assert _issuing([(forward, 3.0)], 1.0) == (2.0, 0.0, 0.0)
+    ends = [(F, 12.0), (F, 13.0), (F, 14.0), (B, 20.0), (B, 22.0), (B, 24.0)]
+    assert issuing(ends, 10.0) == Issue(1.0, 0.0, 2.0, begin=2.0 - 1.0, loss=6.0 - 2.0)
+    late = [(F, float(n)) for n in range(1, FIRST + 2)] + [(F, 1000.0 * n) for n in range(1, 40)]
+    assert issuing(late, 0.0).forward == 1.0
+    assert issuing([(F, 3.0)], 1.0) == Issue(forward=2.0)
+    assert issuing([], 1.0) == Issue()
+
+
+def test_the_hosts_time_of_a_recompute_is_told_apart() -> None:
+    ends = [(F, 1.0), (F, 2.0), (R, 7.0), (B, 10.0), (R, 12.0), (B, 15.0)]
+    assert issuing(ends, 0.0) == Issue(1.0, 2.0, 3.0, begin=0.0, loss=5.0 - 2.0)
+
+
+def test_where_the_host_also_waits_the_shorter_laps_count() -> None:
+    ends = [(F, 1.0), (F, 9.0), (F, 10.0), (F, 11.0), (F, 12.0), (B, 20.0), (B, 22.0), (B, 90.0)]
+    assert least_issue(ends) == Issue(forward=1.0, backward=2.0)
+    assert least_issue([]) == Issue()
 
 
 def test_autocast_halves_what_crosses() -> None:

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.simulate import ChunkCost, Machine, Optimizer, StreamingPlan, choose, chunk_cost, simulate_streaming
+from ramtorch_core.simulate import (
+    ChunkCost,
+    Machine,
+    Optimizer,
+    StepCost,
+    StreamingPlan,
+    choose,
+    chunk_cost,
+    simulate_streaming,
+)
 from ramtorch_core.simulate.choose import TOLERANCE, WINDOWS, describe, pins
 
 MACHINE = Machine(
@@ -105,10 +114,10 @@ def test_more_memory_and_more_microbatches_are_offered_with_what_they_would_buy(
 
 def test_memory_outside_of_chunks_counts() -> None:
     plenty = choose(model(), Machine(gpu_bytes=20e9), offers=False)
-    scarce = choose(model(), Machine(gpu_bytes=20e9), extra_bytes=15e9, offers=False)
+    scarce = choose(model(), Machine(gpu_bytes=20e9), beside=StepCost(base_bytes=15e9), offers=False)
     assert scarce.peak_bytes >= 15e9
     assert scarce.seconds >= plenty.seconds
-    assert scarce.result.peak_bytes <= 5e9
+    assert plenty.peak_bytes <= 20e9 >= scarce.peak_bytes
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers_and_a_remedy() -> None:

@@ -22,7 +22,7 @@ def starts(result: StreamingResult, resource: str) -> dict[str, float]:
 
 
 def test_a_device_that_is_faster_than_the_host_waits_for_it() -> None:
-    chunk = ChunkCost(forward=1, backward=1, issue_forward=3, issue_backward=5)
+    chunk = ChunkCost(forward=1, backward=1, issue_forward=3, issue_recompute=3, issue_backward=5)
     plan = StreamingPlan(window=4, checkpoint=False)
     assert simulate_streaming([chunk] * 4, plan, steps=1).seconds == 4 * (3 + 5)
     again = simulate_streaming([chunk] * 4, replace(plan, checkpoint=True), steps=1)

@@ -1,0 +1,81 @@
+"""Knobs as they are given, some of them "auto", and sizes in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from ramtorch_core.errors import ConfigurationError
+
+__all__ = ["Auto", "Wish", "bytes_of"]
+
+Auto: TypeAlias = Literal["auto"]
+
+_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
+    """Bytes, from a number of them or, for example, `"24GB"` or `"22.5 GiB"`.
+
+    Raises:
+        ConfigurationError: anything else, or nothing.
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    try:
+        if isinstance(size, str) and found is not None:
+            nbytes = int(float(found[1]) * _UNITS[found[2]])
+        elif isinstance(size, int) and not isinstance(size, bool):
+            nbytes = size
+        else:
+            raise KeyError
+    except (KeyError, ValueError):
+        units = ", ".join(_UNITS)
+        raise ConfigurationError(f"{name}={size!r}: give bytes, or a number of {units}, as in '24GB'") from None
+    if nbytes <= 0:
+        raise ConfigurationError(f"{name}={size!r}: it must be more than 0 bytes")
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Knobs as they were given, some of them "auto".
+
+    Attributes:
+        gpu_memory: bytes that the plan may take of the device; None for what is free.
+    """
+
+    window: int | Auto = 2
+    pin: int | Sequence[int] | Sequence[str] | Auto = 0
+    activations: str = "checkpoint"
+    gpu_memory: int | None = None
+
+    @classmethod
+    def of(cls, window: Any, pin: Any, activations: str, gpu_memory: int | str | None) -> Wish:
+        """From the arguments of `attach`.
+
+        Raises:
+            ConfigurationError: a size that is none, or memory for a plan that is not to be chosen.
+        """
+        nbytes = None if gpu_memory is None else bytes_of(gpu_memory)
+        wish = cls(window=window, pin=pin, activations=activations, gpu_memory=nbytes)
+        if nbytes is not None and not wish.open:
+            raise ConfigurationError(
+                f"gpu_memory={gpu_memory!r} limits what is chosen, and nothing is: pass window='auto', pin='auto' or "
+                f"activations='auto'"
+            )
+        return wish
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anything to choose."""
+        return "auto" in (self.window, self.pin, self.activations)
+
+    def first(self) -> dict[str, Any]:
+        """The knobs with which the first steps run."""
+        return {
+            "window": 2 if self.window == "auto" else self.window,
+            "pin": 0 if self.pin == "auto" else self.pin,
+            "activations": "checkpoint" if self.activations == "auto" else self.activations,
+        }
