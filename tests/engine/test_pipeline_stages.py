@@ -107,10 +107,15 @@ def test_a_cut_that_cannot_begin_a_stage_is_refused(cuts: list[Any], stages: int
 
 
 def test_more_stages_than_modules_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Linear has .* too few for 2 stages"):
+    with pytest.raises(ConfigurationError, match=r"Linear has 0 modules .* too few for 2 stages"):
         balanced_entries(nn.Linear(2, 2), 2)
     with pytest.raises(ConfigurationError, match=r"Sequential has 2 modules .* too few for 3 stages"):
         balanced_entries(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU()], ids=["a layer", "no parameters"])
+def test_whatever_there_is_makes_one_stage(model: nn.Module) -> None:
+    assert names(model, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,8 @@ def balanced_entries(
     Raises:
         ConfigurationError: the module has too few parts.
     """
+    if stages == 1:
+        return StageMap(root, (), order)
     pieces: list[tuple[str, nn.Module]] = [("", root)]
     best: tuple[float, list[tuple[str, nn.Module]]] | None = None
     while True:
@@ -215,8 +217,9 @@ def balanced_entries(
         opened = max(candidates, key=lambda i: costs[i])
         pieces[opened : opened + 1] = _children(*pieces[opened])
     if best is None:
+        count = sum(module is not root for _, module in pieces)
         raise ConfigurationError(
-            f"{type(root).__name__} has {len(pieces)} modules with parameters that could begin a stage, too few for "
+            f"{type(root).__name__} has {count} modules with parameters that could begin a stage, too few for "
             f"{stages} stages: use fewer devices"
         )
     return StageMap(root, tuple(best[1]), order)
