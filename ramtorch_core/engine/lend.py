@@ -115,12 +115,26 @@ def lend(
     pairs = [(w, v) for w, v in zip(group.weights, views, strict=True) if w.parameter.requires_grad]
     if not pairs:
         return [view.detach() for view in views]
-    loan = Loan(group, [weight for weight, _ in pairs], [view for _, view in pairs], collector)
-    if loans is not None:
-        loans.add(loan)
-    masters = (weight.parameter for weight in loan.weights)
-    lent = dict(zip(loan.weights, _Lend.apply(loan, *masters), strict=True))  # type: ignore[no-untyped-call]
+    lent: dict[Weight, Tensor] = {}
+    for some in _apart(pairs):
+        loan = Loan(group, [weight for weight, _ in some], [view for _, view in some], collector)
+        if loans is not None:
+            loans.add(loan)
+        masters = (weight.parameter for weight in loan.weights)
+        lent.update(zip(loan.weights, _Lend.apply(loan, *masters), strict=True))  # type: ignore[no-untyped-call]
     return [lent[w] if w in lent else v.detach() for w, v in zip(group.weights, views, strict=True)]
+
+
+def is_hooked(master: nn.Parameter) -> bool:
+    """Whether hooks of the user's are called with its gradient."""
+    return bool(master._backward_hooks)
+
+
+def _apart(pairs: Sequence[tuple[Weight, Tensor]]) -> list[list[tuple[Weight, Tensor]]]:
+    """One node for all, but for weights with hooks: these would be called with None where others have gradients."""
+    alone = [[pair] for pair in pairs if is_hooked(pair[0].parameter)]
+    rest = [pair for pair in pairs if not is_hooked(pair[0].parameter)]
+    return [rest, *alone] if rest else alone
 
 
 class Placement:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ramtorch_core.engine.lend import Collector, Placement, lend
+from ramtorch_core.engine.lend import Collector, Placement, is_hooked, lend
 from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
@@ -31,7 +31,7 @@ class Rest:
         self._views: list[Tensor] = []
         self._lent: list[Tensor] = []
         self.buffer = torch.empty(0)
-        self._requires_grad: list[bool] = []
+        self._nodes: list[tuple[bool, bool]] = []  # which weights had a gradient, and hooks, when they were lent
         self._recurrent: list[int] = []
         self._free: Event = COMPLETE  # the last use of the copies that has ended, on whatever stream
         self.users = 0
@@ -75,7 +75,7 @@ class Rest:
         self.follow_toggles()
 
     def follow_toggles(self) -> None:
-        """Lend anew if `requires_grad` of a master changed inside of a step."""
+        """Lend anew if `requires_grad` of a master, or whether it has hooks, changed inside of a step."""
         if self.users and self._stale_graph():
             self._placement.replace(self._tensors())
 
@@ -91,13 +91,17 @@ class Rest:
         if not self._lent or self._stale_graph():
             with torch.inference_mode(False), torch.enable_grad():
                 self._lent = lend(self.group, self._views, self._collector)
-            self._requires_grad = [weight.parameter.requires_grad for weight in self.group.weights]
+            self._nodes = self._wanted_nodes()
             # cuDNN moves the weights of a recurrent module to one buffer in its own layout, once it has seen them.
             self._recurrent = [i for i, w in enumerate(self.group.weights) if isinstance(w.sites[0][0], nn.RNNBase)]
         return self._lent
 
     def _stale_graph(self) -> bool:
-        return self._requires_grad != [weight.parameter.requires_grad for weight in self.group.weights]
+        return self._nodes != self._wanted_nodes()
+
+    def _wanted_nodes(self) -> list[tuple[bool, bool]]:
+        masters = [weight.parameter for weight in self.group.weights]
+        return [(master.requires_grad, is_hooked(master)) for master in masters]
 
     def _copy(self, written: Sequence[Weight]) -> None:
         """Copy everything in one piece, after what still reads the copies; tell autograd which were `written`."""

@@ -1,6 +1,7 @@
 """Hooks, anomaly detection and backward passes inside others, against the plain resident run."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,38 @@ def test_hooks_on_parameters_see_and_change_gradients(mode):
         return [loss.detach(), seen]
 
     assert_equals_resident(stack, step, **mode)
+
+
+@every_mode
+@pytest.mark.parametrize("resident_below", [0, 1 << 20])
+def test_hooks_on_parameters_without_a_gradient_are_not_called(mode, resident_below):
+    """Neither for a weight that its chunk does not use, nor for those of a chunk that is not called."""
+
+    class Spare(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    class Skips(Stack):
+        def forward(self, x):
+            return self.blocks[2](self.blocks[0](x))
+
+    def step(model, optimizer, index):
+        called = []
+        handles = [p.register_hook(partial(seen, called, name)) for name, p in model.named_parameters()]
+        loss = model(data(index)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        return [loss.detach(), sorted(called)]
+
+    def seen(called, name, grad):
+        called.append(name)
+        return grad * 2
+
+    assert_equals_resident(lambda: Skips(Spare(), Spare(), Spare()), step, resident_below=resident_below, **mode)
 
 
 @every_mode
