@@ -62,7 +62,7 @@ class SavedTensors:
     Args:
         locate: the group and weight whose slot memory this tensor is a view of, or None.
         weight_in: the slot that holds a group, loaded if need be, for a tensor that backward needs now; None if the
-            group is no more.
+            group is no more, or there is no backward.
         device: where weights are needed.
 
     Attributes:
@@ -141,7 +141,7 @@ class SavedTensors:
             if slot is not None and weight.dtype == saved.lent_dtype:
                 flat = slot.buffer.view(saved.dtype)
                 offset = (weight.offset + saved.byte_offset) // saved.dtype.itemsize
-            else:  # the weights were laid out anew since the forward
+            else:  # the weights were laid out anew since the forward, or there is no visit
                 flat = torch.empty_strided(weight.size, weight.stride, dtype=saved.lent_dtype, device=self._device)
                 flat = flat.copy_(weight.parameter).as_strided((flat.numel(),), (1,)).view(saved.dtype)
                 offset = saved.byte_offset // saved.dtype.itemsize

@@ -308,15 +308,13 @@ class Visits:
 
     def open_backward(self, chunk: Chunk, *, exact: bool = False) -> None:
         """Begin the chunk's backward visit if it is not under way; the next visit ends it at the latest."""
-        outside = self.backwards.enter() is None
+        self.backwards.enter()
         chunk = self._present(chunk)
         if chunk.group is None or (self._backward is not None and self._backward.chunk is chunk):
             return
         self.close_backward()
         with torch.inference_mode(False), torch.enable_grad():
             self._backward = self._show(chunk, chunk.group, Direction.BACKWARD, exact, None)
-        if outside:  # somebody reads saved tensors outside of a backward
-            self.close_backward()
 
     def close_backward(self, group: WeightGroup | None = None) -> None:
         """End the backward visit under way, if there is one (and, with `group`, if it is of that group)."""
@@ -334,6 +332,9 @@ class Visits:
 
     def _slot_for_backward(self, group: WeightGroup) -> Slot | None:
         if group not in self.inventory.chunk_of:
+            return None
+        if current_task() == -1:  # somebody reads saved tensors outside of a backward: a copy will do
+            self.backwards.updates.wait(group)
             return None
         current = self._backward
         if current is not None and current.chunk.group is group and current.opened is not None:

@@ -1,5 +1,6 @@
 """Weights saved for backward are references into whatever slot holds them then."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -71,13 +72,21 @@ def test_views_of_weights_are_unpacked_with_their_size_strides_and_offset(view):
         assert all(t.stride() == expected.stride() for t in found)
 
 
-def test_reading_saved_tensors_outside_of_a_backward_leaves_no_slot_in_use():
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_reading_saved_tensors_outside_of_a_backward_leaves_slots_and_the_plan_alone(window):
     model = stack()
-    with streaming(model, window=1, activations="keep") as streamer:
-        y = model(data())
-        assert saved(y.grad_fn)
-        assert not any(slot.in_use for slot in streamer.window.slots)
-        y.sum().backward()
+    plain = copy.deepcopy(model)
+    with streaming(model, window=window, activations="keep") as streamer:
+        streamer.conservative, on_demand = False, 0
+        for index in range(3):
+            y, expected = model(data(index)), plain(data(index))
+            found = [saved(one.grad_fn) for one in (y, expected)]
+            assert len(found[0]) == len(found[1]) > 0
+            assert all(map(torch.equal, *found))
+            assert not any(slot.in_use for slot in streamer.window.slots)
+            y.sum().backward()
+            on_demand = on_demand or streamer.follower.on_demand
+        assert streamer.follower.on_demand == on_demand > 0
 
 
 def test_a_graph_from_before_the_tree_was_divided_anew_is_exact():
