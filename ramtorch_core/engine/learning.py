@@ -1,6 +1,6 @@
 """The first steps are watched: once with gradients and once without, under each autocast.
 
-So is the first visit of a chunk that none of them called.
+So is a chunk that none of them called, in the first step that does.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Learning:
         self._observer: Observer | None = None
         self._seen: set[bool] = set()
         self._chunks: set[tuple[int, bool]] = set()  # indices of those that were watched, with gradients and without
+        self._new: set[tuple[int, bool]] = set()  # likewise, in the step under way
         self._gradients = self._compiled = False
 
     def begin_step(self, groups: Iterable[WeightGroup], *, compiled: bool) -> None:
@@ -57,7 +58,7 @@ class Learning:
 
     @contextlib.contextmanager
     def first_visit(self, visits: Visits, chunk: int) -> Iterator[None]:
-        """Around a forward visit of this chunk: watch it if that was never done, and nobody watches all of the step."""
+        """Around a forward visit of this chunk: watch it if no step before did, and nobody watches all of this one."""
         if self._dtypes.compute is None:
             self._dtypes.inside.add(visits.ambient())
             yield
@@ -66,7 +67,7 @@ class Learning:
         if visit in self._chunks or self._compiled:
             yield
             return
-        self._chunks.add(visit)
+        self._new.add(visit)
         if visits.observing is not None:
             yield
             return
@@ -80,6 +81,8 @@ class Learning:
 
     def finish_step(self) -> None:
         """A step like this has been seen."""
+        self._chunks |= self._new
+        self._new.clear()
         if self._dtypes.asked:
             self._tell_who_asked()
         if self._observer is not None:
@@ -105,6 +108,7 @@ class Learning:
         """What was seen does not count any more."""
         self._observer, self._seen = None, set()
         self._chunks.clear()
+        self._new.clear()
 
     def strays(self) -> set[nn.Parameter]:
         """Parameters that were used outside of their chunk's forward, each with a warning."""

@@ -5,9 +5,22 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from autocast_cases import HALVES, ON_ROWS, Doubled, Functional, Island, halves, training
-from stream_cases import WIDTH, Block, Stack, assert_equals_resident, data, every_mode, every_policy, stack
+from autocast_cases import HALVES, ON_ROWS, Doubled, Functional, Island, Reused, UsedTwice, halves, training
+from stream_cases import (
+    WIDTH,
+    Block,
+    Stack,
+    assert_equals_resident,
+    assert_same,
+    data,
+    every_mode,
+    every_policy,
+    stack,
+    streaming,
+)
 from torch import Tensor, nn
+
+from ramtorch_core import MicrobatchRunner
 
 
 class Attention(nn.Module):
@@ -62,7 +75,6 @@ class Late(Stack):
     steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.steps += self.training
         return super().forward(x) if self.steps > 1 else self.blocks[0](x)
 
 
@@ -73,7 +85,43 @@ def test_a_chunk_that_is_called_late_is_exact_under_autocast(mode, kind, remembe
     def build():
         return Late(nn.Linear(WIDTH, WIDTH), kind() if kind is Functional else kind(WIDTH, WIDTH))
 
-    assert_equals_resident(build, training(torch.bfloat16, remember=remember), steps=4, **mode)
+    step = training(torch.bfloat16, remember=remember)
+
+    def late(model, optimizer, index):
+        model.steps = index + 1
+        return step(model, optimizer, index)
+
+    assert_equals_resident(build, late, steps=4, **mode)
+
+
+@every_policy
+@pytest.mark.parametrize("kind", [UsedTwice, Reused])
+def test_a_chunk_that_is_called_late_is_exact_in_all_microbatches_of_its_first_step(mode, kind):
+    def train(streamed):
+        torch.manual_seed(0)
+        model = Late(nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with streaming(model, **mode) if streamed else nullcontext() as streamer:
+            runner = MicrobatchRunner(streamer) if streamed else None
+            for index in range(3):
+                optimizer.zero_grad()
+                inputs = [data(10 * index + batch) for batch in range(3)]
+                model.steps = index + 1
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    if runner is None:
+                        for x in inputs:
+                            model(x).float().square().mean().backward()
+                    else:
+                        loss = lambda x: model(x).float().square().mean()
+                        found = runner.train(loss, inputs, lambda loss, _: (loss, None), step=index).gradients
+                        for parameter, gradient in found.items():
+                            parameter.grad = gradient
+                optimizer.step()
+            if runner is not None:
+                runner.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert_same(train(True), train(False))
 
 
 @every_policy
