@@ -88,6 +88,34 @@ def test_shared_weights_several_outputs_and_other_uses(schedule: str) -> None:
     assert_exact(Awkward(), CUTS, [batches(4, seed=s) for s in range(2)], schedule)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("order", ["lolco", "colol", "oolcc", "lcolo"])
+def test_terms_of_one_weight_are_added_in_the_order_of_one_graph(
+    schedule: str, order: str, dtype: torch.dtype | None
+) -> None:
+    """Layers, other uses and checkpointed ones used to be summed apart, or to enter `.grad` one by one.
+
+    Under autocast a stand-in for a weight could get what had been cast for another one.
+    """
+
+    class Mixed(Chain):
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+                for use in order:
+                    if use == "l":
+                        x = x + F.linear(x, block.up.weight)[:, :WIDTH]
+                    elif use == "c":
+                        x = x + checkpoint(block.up, x, use_reentrant=False)[:, WIDTH:]
+                    else:
+                        x = torch.tanh(x * block.up.weight.sum(0) + torch.matmul(x, block.up.weight[:WIDTH]))
+            return F.cross_entropy(self.head(x), y)
+
+    with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+        assert_exact(Mixed(), CUTS, [batches(4, seed=s) for s in range(2)], schedule)
+
+
 @pytest.mark.parametrize("island", [False, True])
 def test_bf16(schedule: str, island: bool) -> None:
     class Islands(Awkward):

@@ -83,6 +83,7 @@ class Deferral:
         self._deferred: set[int] = set()
         self._aliases: list[tuple[Tensor, Tensor, int]] = []
         self._first: list[tuple[Tensor, Tensor]] = []
+        self._originals: dict[int, Tensor] = {}
 
     def call(
         self,
@@ -112,11 +113,16 @@ class Deferral:
         return _Split.apply(self._anchor, x, job, self._queue)  # type: ignore[no-any-return, no-untyped-call]
 
     def alias(self, parameter: Tensor, number: int) -> Tensor:
-        """What stands for a deferred weight in any other call; its gradient waits with the others."""
+        """What stands for a deferred weight in one other call; its gradient waits with the others."""
         leaf = torch.nn.Parameter(parameter.detach())
         self._aliases.append((parameter, leaf, number))
         self._deferred.add(id(parameter))
+        self._originals[id(leaf)] = parameter
         return leaf
+
+    def original(self, weight: Tensor) -> Tensor:
+        """The parameter for which `weight` stands, else itself."""
+        return self._originals.get(id(weight), weight)
 
     def take(self, returned: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Keep the gradients from later stages that belong to weights deferred here; returns the others."""

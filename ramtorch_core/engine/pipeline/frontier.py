@@ -46,8 +46,12 @@ def _accessors() -> Iterator[Any]:
                 yield attribute.__get__
 
 
-_AS_IT_IS = frozenset({*_accessors(), Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""Calls to which the stages of their arguments do not matter: attributes are most of all calls."""
+_AS_IT_IS = frozenset({
+    *_accessors(), Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad,
+})  # fmt: skip
+"""Calls that get their arguments from whatever stage: attributes, most of all calls, and what is to see gradients, which
+it shall see whole."""
 
 
 class Frontier(TorchFunctionMode):

@@ -80,16 +80,19 @@ class Loans:
         return found[1]
 
     def cast_value(self, weight: Tensor, dtype: torch.dtype, stage: int) -> Tensor:
-        """`weight`, a leaf on the stage's device, in `dtype`, without graph; made once per step and stage."""
+        """`weight`, a leaf on the stage's device that lives as long as the step, in `dtype`, without graph.
+
+        Made once per step and stage.
+        """
         key = (id(weight), dtype)
         cast = self._cast[stage].get(key)
         if cast is None:
             cast = self._cast[stage][key] = weight.detach().to(dtype)
         return cast
 
-    def cast(self, weight: Tensor, dtype: torch.dtype, stage: int) -> Tensor:
-        """One use of `weight` in `dtype`, in the graph."""
-        cast = self.cast_value(weight, dtype, stage)
+    def cast(self, weight: Tensor, original: Tensor, dtype: torch.dtype, stage: int) -> Tensor:
+        """One use of `weight`, which may stand for `original` in one call, in `dtype`, in the graph."""
+        cast = self.cast_value(original, dtype, stage)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return cast
         return _CastUse.apply(weight, cast)  # type: ignore[no-any-return, no-untyped-call]

@@ -135,7 +135,7 @@ class Microbatch:
                 return False
             return not is_lent(tensor)  # copies that stay on a streamed stage's device were lent before the step
         away = self.homes.get(id(tensor), self.stage) != self.stage
-        return away or id(tensor) in self.early[self.stage] or (self._deferrable is not None and self.may_defer(tensor))
+        return away or id(tensor) in self.early[self.stage] or self._is_deferred(tensor)
 
     def bring(self, tensor: Tensor, foreign: bool) -> Tensor:
         """What stands for `tensor` in the current stage, on its device, always the same for the same tensor.
@@ -172,18 +172,23 @@ class Microbatch:
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` as autocast passes it to an operation: a node per use, or per microbatch where autocast caches."""
-        if not torch.is_autocast_cache_enabled() or self.in_backward:
-            return self.loans.cast(weight, dtype, self.stage)
+        original = weight if self.deferrals is None else self.deferrals[self.stage].original(weight)
+        if original is not weight or not torch.is_autocast_cache_enabled() or self.in_backward:
+            return self.loans.cast(weight, original, dtype, self.stage)
         key = (self.stage, id(weight), torch.is_grad_enabled())
         if key not in self._casts:
-            self._casts[key] = self.loans.cast(weight, dtype, self.stage)
+            self._casts[key] = self.loans.cast(weight, original, dtype, self.stage)
         return self._casts[key]
 
     def may_defer(self, value: Any) -> bool:
-        """Whether `value` is a weight of the current stage whose gradient is an op of its own.
+        """Whether the gradient of `value` for a call may be computed after that of the call's input.
 
         Not under saved-tensor hooks (checkpoints, above all): a second use of what they saved would recompute twice.
         """
+        return self._is_deferred(value) and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def _is_deferred(self, value: Any) -> bool:
+        """Whether `value` is a weight of the current stage whose gradient is summed up in an op of its own."""
         return (
             self._deferrable is not None
             and id(value) in self._deferrable
@@ -191,7 +196,6 @@ class Microbatch:
             and id(value) not in self.early[self.stage]
             and value.requires_grad
             and torch.is_grad_enabled()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         )
 
     def defer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -27,7 +27,7 @@ from ramtorch_core.engine.pipeline.stages import (
 )
 from ramtorch_core.engine.pipeline.step import Root
 from ramtorch_core.engine.pipeline.streamed import StreamedStages, StreamOptions
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, check_choice, shown
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.check import check
 from ramtorch_core.plan.schedule import Schedule, build, forward_only, one_by_one
@@ -93,9 +93,9 @@ class PipelineRunner:
         self._find = functools.partial(_find_stages, root, stages, len(placement), balance, weights)
         self._aside, self._stream = aside, stream
         self.streamed: StreamedStages | None = None
-        self._calls = None if is_compiled(root) or len(placement) == 1 else FirstCalls(root)
         self._following: RemovableHandle | None = None
         self._settle(self._find(AS_REGISTERED))
+        self._calls = self._first_calls()
 
     @property
     def root_device(self) -> torch.device:
@@ -124,6 +124,7 @@ class PipelineRunner:
         schedule: Schedule | None = None,
     ) -> StepResult:
         """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
+        self._follow_tree()
         plan = schedule or self.plan(len(inputs))
         streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step()
         with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
@@ -133,6 +134,7 @@ class PipelineRunner:
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""
+        self._follow_tree()
         plan = forward_only(self.plan(len(inputs)))
         with contextlib.nullcontext() if self.streamed is None else self.streamed.scopes():
             return self._executor.run(function, inputs, plan, step=step).outputs
@@ -161,20 +163,35 @@ class PipelineRunner:
     def _stays(self, module: nn.Module) -> bool:
         return self._aside(module) or (self.streamed is not None and self.streamed.holds(module))
 
+    def _first_calls(self) -> FirstCalls | None:
+        """What notes in which order the next step calls the modules, if that can be told and makes a difference."""
+        root = self.stages.root
+        return None if is_compiled(root) or self.stages.count == 1 else FirstCalls(root)
+
+    def _replace(self, stages: StageMap) -> None:
+        before = {parameter: parameter.device for owned in self.stages.owned for parameter in owned}
+        self._executor.close()
+        self._settle(stages)
+        self._following = optimizers_follow({p: device for p, device in before.items() if p.device != device})
+        weakref.finalize(self, self._following.remove)
+
+    def _follow_tree(self) -> None:
+        """Cut the stages anew where user code has put other modules into the tree, whose weights nobody knows."""
+        if self.stages.outdated():
+            with torch.inference_mode(False):
+                self._replace(self._find(AS_REGISTERED))
+            self._calls = self._first_calls()
+            log.info("the model has other modules than before; its stages now:\n%s", format_stage_rows(self.stage_table()))
+
     def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
         """Let the stages follow the running order, if that is another one; returns the result at its new places."""
         away = self.stages.away(order)
         if away < WORTH_CUTTING_ANEW:
             return result
-        before = {parameter: parameter.device for owned in self.stages.owned for parameter in owned}
         try:
-            stages = self._find(order)
+            self._replace(self._find(order))
         except ConfigurationError:
             return result  # too few modules are called, and called once, to begin stages
-        self._executor.close()
-        self._settle(stages)
-        self._following = optimizers_follow({p: device for p, device in before.items() if p.device != device})
-        weakref.finalize(self, self._following.remove)
         log.warning(
             "modules run in another order than they are registered in, and %.0f %% of the weights were copied to where "
             "they are used. From now on they are there:\n%s",
@@ -211,7 +228,7 @@ def plan_schedule(spec: ScheduleSpec, devices: int, microbatches: int) -> Schedu
     elif isinstance(spec, str):
         schedule = build(spec, devices, microbatches)
     else:
-        schedule = spec(devices, microbatches)
+        schedule = _made(spec, devices, microbatches)
     if schedule.devices != devices:
         raise ConfigurationError(
             f"schedule {schedule.name!r} is for {schedule.devices} devices, but {devices} are given"
@@ -220,11 +237,27 @@ def plan_schedule(spec: ScheduleSpec, devices: int, microbatches: int) -> Schedu
     return schedule
 
 
+def _made(spec: Any, devices: int, microbatches: int) -> Schedule:
+    """The schedule that a function makes."""
+    what = f"schedule={shown(spec)}"
+    if callable(spec) and not isinstance(spec, type | nn.Module):
+        schedule = spec(devices, microbatches)
+        if isinstance(schedule, Schedule):
+            return schedule
+        what = f"schedule: the function returned {shown(schedule)}"
+    raise ConfigurationError(f"{what}; a name, a Schedule, or a function that makes one is needed")
+
+
 def resolve_devices(devices: Sequence[torch.device | str | int]) -> list[Device]:
     """The devices, checked. Raises `ConfigurationError` for none, unknown ones, or a GPU given twice."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ConfigurationError(f"devices={shown(devices)}: give a list, devices=[0, 1] or devices=['cpu', 'cpu']")
     if not devices:
         raise ConfigurationError("a pipeline needs at least one device: devices=[0, 1] or devices=['cpu', 'cpu']")
-    resolved = [Device(device) for device in devices]
+    try:
+        resolved = [Device(device) for device in devices]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"devices: {error}") from None
     names = [str(device.torch) for device in resolved]
     for name in names:
         if names.count(name) > 1 and name != "cpu":
@@ -243,6 +276,17 @@ def format_stage_rows(rows: Sequence[StageRow]) -> str:
     return "\n".join(lines)
 
 
+def check_device_weights(weights: Any) -> None:
+    """Refuse what cannot be relative speeds.
+
+    Raises:
+        ConfigurationError: no list of positive, finite numbers.
+    """
+    speeds = isinstance(weights, Sequence) and all(isinstance(weight, int | float) for weight in weights)
+    if not speeds or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigurationError(f"device_weights={shown(weights)}: give positive, finite numbers, one for each device")
+
+
 def _find_stages(
     root: nn.Module,
     chosen: StageSpec,
@@ -252,16 +296,21 @@ def _find_stages(
     order: RunningOrder,
 ) -> StageMap:
     if chosen is None:
-        if balance not in _COSTS:
-            raise ConfigurationError(f"balance={balance!r}: choose one of {', '.join(map(repr, _COSTS))}")
+        check_choice("balance", balance, _COSTS)
         return balanced_entries(root, count, weights, _COSTS[balance], order)
-    entries = chosen(root) if callable(chosen) else chosen
+    function = callable(chosen) and not isinstance(chosen, type | nn.Module)
+    entries: Any = chosen(root) if function else chosen  # type: ignore[operator]
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise ConfigurationError(
+            f"stages={shown(entries)}: give a list with the names of the modules whose entry begins stages 1, 2, ..."
+        )
     return resolve_entries(root, entries, count, order)
 
 
 def _stage_weights(weights: Sequence[float] | None, placement: Sequence[int], devices: int) -> list[float] | None:
     if weights is None:
         return None
+    check_device_weights(weights)
     if len(weights) != devices:
         raise ConfigurationError(f"{len(weights)} device_weights for {devices} devices: give one for each")
     return [weights[device] for device in placement]

@@ -55,8 +55,10 @@ class StageMap:
     """Per stage, the parameters at home there."""
     buffers: list[Tensor] = field(default_factory=list)
     """All buffers; held here so that no other tensor can get the `id` of one."""
+    _known: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._known = _parameters_of(self.root)
         self.owned = [[] for _ in range(self.count)]
         for stage, module in self.walk():
             for parameter in module.parameters(recurse=False):
@@ -66,6 +68,10 @@ class StageMap:
             for buffer in module.buffers(recurse=False):
                 self.homes.setdefault(id(buffer), stage)
                 self.buffers.append(buffer)
+
+    def outdated(self) -> bool:
+        """Whether the tree has other parameters than when it was cut: user code has put other modules into it."""
+        return _parameters_of(self.root) != self._known
 
     def deferrable(self) -> frozenset[int]:
         """`id`s of the parameters of linear and convolution modules, whose gradients can be ops of their own."""
@@ -108,6 +114,19 @@ class StageMap:
             )
             for stage in range(self.count)
         ]
+
+
+def _parameters_of(root: nn.Module) -> set[int]:
+    """The `id`s of its parameters; asked before every step, so without names."""
+    found: set[int] = set()
+    waiting, seen = [root], {root}
+    for module in waiting:
+        found.update(map(id, module._parameters.values()))
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found - {id(None)}
 
 
 def parameter_cost(module: nn.Module, seen: set[int]) -> float:

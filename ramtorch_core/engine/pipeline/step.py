@@ -141,10 +141,8 @@ class Step:
         root = None if self.root is None else self.root(output, m)
         microbatch.last = microbatch.stage
         microbatch.end()
+        self.outputs[m] = output if self.root is None else map_tensors(Tensor.detach, output)
         self._pass_on(microbatch, len(self.devices))
-        if self.root is not None:
-            output = map_tensors(Tensor.detach, output)
-        self.outputs[m] = output
         roots = root if isinstance(root, list) else [root] if root is not None else []
         return [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, ScheduleSpec, plan_schedule
 from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, split
 from ramtorch_core.engine.pipeline.trees import map_tensors
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, check_count, shown
 from ramtorch_core.plan.schedule import Schedule
 
 __all__ = ["Autocast", "Chain", "GradOutputs", "LossFunction", "Steps"]
@@ -128,8 +128,7 @@ class Steps:
         return schedule
 
     def _microbatches(self, parts: tuple[Any, ...], n: int, diced: bool) -> tuple[list[Any], list[int]]:
-        if n < 1:
-            raise ConfigurationError(f"n_microbatches={n}: at least 1 is needed")
+        n = check_count("n_microbatches", n)
         if diced:
             counts = {len(part) for part in parts if part is not None}
             if len(counts) != 1:
@@ -176,10 +175,10 @@ class Chain(nn.Module):
 
 def _autocast_dtype(autocast: Autocast) -> torch.dtype | None:
     named = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if autocast is None or isinstance(autocast, torch.dtype):
+    if autocast is None or (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         return autocast
-    if autocast not in named:
-        raise ConfigurationError(f"autocast={autocast!r}: use 'bf16', 'fp16', a dtype, or None")
+    if not isinstance(autocast, str) or autocast not in named:
+        raise ConfigurationError(f"autocast={shown(autocast)}: use 'bf16', 'fp16', a floating-point dtype, or None")
     return named[autocast]
 
 

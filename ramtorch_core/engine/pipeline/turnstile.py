@@ -49,7 +49,7 @@ class Turnstile:
     Apart from that nothing but the lanes orders the ops.
 
     Args:
-        exclusive: backwards need the baton like forwards. Then no two ops run side by side, and a thread that ends an
+        exclusive: all ops need the baton, not only forwards. Then no two ops run side by side, and a thread that ends an
             op keeps the baton for its next op if that may begin: to wake another thread costs as much as a small op.
             Otherwise devices compute on their own, and the baton goes round, so that none of them waits for the host
             to have taken one microbatch through all others.
@@ -76,8 +76,7 @@ class Turnstile:
         for lane in schedule.lanes:
             following: _Gate | None = None
             for op in reversed(lane):
-                needs_baton = op.kind == "F" or (exclusive and op.kind != "W")
-                following = self._gates[_key(op)] = _Gate(op, needs_baton, following)
+                following = self._gates[_key(op)] = _Gate(op, exclusive or op.kind == "F", following)
             if following is not None:
                 following.is_next = True
 

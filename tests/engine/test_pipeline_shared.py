@@ -1,0 +1,84 @@
+"""Weights that several stages use: their gradients are the sums that one graph would have, term by term."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_cases import WIDTH, Chain, assert_exact, batches
+from torch import Tensor, nn
+
+SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
+CUTS = ["blocks.1", "blocks.2", "blocks.3"]
+
+
+def steps(microbatches: int = 3, count: int = 2) -> list[list[Any]]:
+    return [batches(microbatches, seed=s) for s in range(count)]
+
+
+class Tied(Chain):
+    """Embedding and head share a weight, on the first and the last stage."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.functional = functional
+        self.head = nn.Identity() if functional else nn.Linear(WIDTH, 11, bias=False)
+        if not functional:
+            self.head.weight = self.embedding.weight
+        self._modules["blocks"] = self._modules.pop("blocks")  # after the embedding
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self(self.embedding(batch))
+        logits = F.linear(x, self.embedding.weight) if self.functional else x
+        return F.cross_entropy(logits, batch)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_tied_across_stages(functional: bool, schedule: str) -> None:
+    ids = [[torch.randint(0, 11, (4,)) for _ in range(4)] for _ in range(3)]
+    assert_exact(Tied(functional), CUTS, ids, schedule)
+
+
+class Shared(Chain):
+    """One weight, at home in stage `home`, that the stages `users` use `times` times each, some in two ways."""
+
+    def __init__(self, home: int, users: dict[int, int]) -> None:
+        super().__init__()
+        self.blocks[home].shared = nn.Linear(WIDTH, WIDTH)
+        self.home, self.users = home, users
+
+    def users_of(self, x: Tensor) -> dict[int, int]:
+        return self.users
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        shared, users = self.blocks[self.home].shared, self.users_of(x)
+        for stage, block in enumerate(self.blocks):
+            x = block(x)
+            for use in range(users.get(stage, 0)):
+                x = x + (shared(x) if use % 2 == 0 else x * shared.weight.sum(0))
+        return F.cross_entropy(self.head(x), y)
+
+
+USERS = [{0: 1, 3: 1}, {0: 3, 1: 3, 3: 3}, {0: 1, 1: 2, 2: 3, 3: 4}, {2: 3, 3: 2}, {0: 2, 1: 1}]
+
+
+@pytest.mark.parametrize("users", USERS)
+@pytest.mark.parametrize("home", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["sequential", "staggered_1b1f", "zb_h1", "zbv"])
+def test_a_weight_used_before_at_and_after_its_home_has_the_sum_of_one_graph(
+    home: int, users: dict[int, int], schedule: str
+) -> None:
+    """Gradients used to be added up per stage, and those of stages before the home only after the step."""
+    assert_exact(Shared(home, users), CUTS, steps(5), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_that_some_microbatches_use_before_its_home_and_others_do_not(schedule: str) -> None:
+    class Sometimes(Shared):
+        def users_of(self, x: Tensor) -> dict[int, int]:
+            return ({0: 2} if float(x[0, 0]) > 0 else {3: 2}) | ({1: 1} if float(x[0, 1]) > 0 else {2: 3})
+
+    assert_exact(Sometimes(2, {}), CUTS, steps(8, 3), schedule)
