@@ -1,4 +1,4 @@
-"""Exceptions of both packages; every module may import this one.
+"""Exceptions of both packages, and checks of single arguments that raise them; every module may import this one.
 
 Bad input raises `ConfigurationError` (a `ValueError`) before anything changes. What goes wrong later raises a
 `RamtorchError` (a `RuntimeError`). An error in user code is never wrapped: it surfaces as the original exception.
@@ -6,7 +6,24 @@ Bad input raises `ConfigurationError` (a `ValueError`) before anything changes. 
 A message gives both numbers (asked for, and possible), the name of the module, and the remedy.
 """
 
-__all__ = ["ConfigurationError", "HostMemoryError", "PlanError", "RamtorchError", "StageOrderError", "WindowError"]
+import math
+import numbers
+import operator
+from collections.abc import Collection, Mapping
+
+__all__ = [
+    "ConfigurationError",
+    "HostMemoryError",
+    "PlanError",
+    "RamtorchError",
+    "StageOrderError",
+    "WindowError",
+    "check_choice",
+    "check_count",
+    "check_function",
+    "check_number",
+    "shown",
+]
 
 
 class RamtorchError(RuntimeError):
@@ -39,3 +56,57 @@ class StageOrderError(RamtorchError):
 
 class PlanError(RamtorchError):
     """A schedule, an itinerary or transfers that break a rule; the message shows the grid with the bad cell marked."""
+
+
+def check_choice(name: str, value: object, allowed: Collection[str] | Mapping[str, object]) -> None:
+    """Refuse what is none of these words.
+
+    Raises:
+        ConfigurationError: `value` is another word, or none.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigurationError(f"{name}={shown(value)}: use one of {', '.join(map(repr, allowed))}")
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """The whole number `value`.
+
+    Raises:
+        ConfigurationError: it is none, or smaller than `least`.
+    """
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        raise ConfigurationError(f"{name}={shown(value)}: a whole number of at least {least} is needed")
+    return count
+
+
+def check_function(name: str, value: object, what: str) -> None:
+    """Refuse what is no function: a class is none.
+
+    Args:
+        what: it is from and to.
+
+    Raises:
+        ConfigurationError: `value` cannot be called, or is a class.
+    """
+    if not callable(value) or isinstance(value, type):
+        raise ConfigurationError(f"{name}={shown(value)}: a function {what} is needed")
+
+
+def check_number(name: str, value: object, least: float = 0.0) -> None:
+    """Refuse what is no number, not a number, or smaller than `least`.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < least:
+        raise ConfigurationError(f"{name}={shown(value)}: a number of at least {least:g} is needed")
+
+
+def shown(value: object) -> str:
+    """A value for a message, which a large one shall not fill."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
