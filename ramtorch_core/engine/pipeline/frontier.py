@@ -50,8 +50,8 @@ _AS_IT_IS = frozenset({
     *_accessors(), Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad,
 })  # fmt: skip
-"""Calls that get their arguments from whatever stage: attributes, most of all calls, and what is to see gradients, which
-it shall see whole."""
+"""Calls to which the stages of their arguments do not matter. Attributes are most of all calls; a hook sees the whole
+gradient only at the tensor itself."""
 
 
 class Frontier(TorchFunctionMode):

@@ -49,10 +49,10 @@ class Turnstile:
     Apart from that nothing but the lanes orders the ops.
 
     Args:
-        exclusive: all ops need the baton, not only forwards. Then no two ops run side by side, and a thread that ends an
-            op keeps the baton for its next op if that may begin: to wake another thread costs as much as a small op.
-            Otherwise devices compute on their own, and the baton goes round, so that none of them waits for the host
-            to have taken one microbatch through all others.
+        exclusive: all ops need the baton, not only forwards. Then no two ops run side by side, and a thread that ends
+            an op keeps the baton for its next op if that may begin: to wake another thread costs as much as a small
+            op. Otherwise devices compute on their own, and the baton goes round, so that none of them waits for the
+            host to have taken one microbatch through all others.
         recorder: is told when each op began and ended.
         ranges: per stage, where its ops are shown and timed.
     """
