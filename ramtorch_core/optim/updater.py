@@ -119,10 +119,16 @@ class Updater:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Forget the updates that have not begun, after an error in the step; wait for the one under way."""
+        """Forget the updates that have not begun, after an error in the step; wait for the one under way.
+
+        The garbage collector may find what a failed step left in any thread, the updating one included.
+        """
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._return_queued()
-            self._changed.wait_for(lambda: not self._pending)
+            if not self._is_elsewhere():
+                self._changed.wait_for(lambda: not self._pending)
             self._error = None
 
     def is_pending(self, group: WeightGroup) -> bool:

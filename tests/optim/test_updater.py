@@ -197,3 +197,21 @@ def test_a_master_that_was_pointed_at_other_memory_counts_as_written(work: Work)
     assert [weight.name for weight in moved.refresh()] == ["0"]
     assert others.refresh() == []
     assert torch.equal(moved.weights[0].shadow, torch.zeros(2))
+
+
+def test_the_updating_thread_itself_may_drop_what_waits(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when it runs the garbage collector, and that finds the remains of a step that failed."""
+    first, update = Occasion(), module.update
+
+    def drop(*args: Any, **kwargs: Any) -> None:
+        work.updater.drop()
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(module, "update", drop)
+    work.submit(0, arrived=first)
+    assert first.awaited.wait(LIMIT)
+    work.submit(1)
+    first.happen()
+    work.updater.wait()
+    assert sorted(work.finished) == [0, 1]
+    assert work.values() == [0.0, 1.0, 1.0, 1.0, 1.0]
