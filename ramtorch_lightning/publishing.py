@@ -118,6 +118,7 @@ def sees_old_gradients(trainer: pl.Trainer) -> bool:
     names = ("on_before_zero_grad", "optimizer_zero_grad")
     module = trainer.lightning_module
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    hook = names[0]
     return any(is_overridden(name, module) for name in names) or any(
-        type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks
+        getattr(type(callback), hook, None) is not getattr(pl.Callback, hook) for callback in callbacks
     )
