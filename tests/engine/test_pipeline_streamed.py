@@ -173,6 +173,69 @@ def test_weights_shared_between_stages_stay_on_their_devices(streamed: Make) -> 
     assert_exact(model, runner)
 
 
+class Sharing(Chain):
+    """Weights that are shared within a chunk, between chunks of a stage, between stages, and before their home."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        for block in (self.blocks[3], self.blocks[8]):
+            block.again = block.up
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.blocks[7].norm.weight = self.blocks[6].norm.weight
+        self.blocks[9].up.weight = self.blocks[0].up.weight
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.late(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.late(x) + self.late(x * x))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_shared_weights_train_the_same_under_every_schedule(streamed: Make, schedule: str, checkpoint: bool) -> None:
+    model = Sharing()
+    runner = streamed(model, schedule, checkpoint=checkpoint, chunks=["blocks.*", "head"])
+    assert {name for name, _ in runner.streamed.chunks} == {*(f"blocks.{i}" for i in (3, 4, 5, 8)), "head"}
+    assert_exact(model, runner)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_chunk_that_several_stages_call_streams_no_more_after_the_first_step(streamed: Make, schedule: str) -> None:
+    """The threads of two devices would use the window of one, and terms be added in another order."""
+    model = Sharing()
+    runner = streamed(model, schedule, chunks=["blocks.*", "head", "late"])
+    first = copy.deepcopy(model)
+    train(runner, model, inputs := batches(3), 0, None)
+    accumulate(first, first.training_step, inputs)
+    for (name, mine), other in zip(model.named_parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+    assert {name for name, _ in runner.streamed.chunks} == {*(f"blocks.{i}" for i in (3, 4, 5, 8)), "head"}
+    model.zero_grad()
+    assert_exact(model, runner)
+
+
+class Shuffled(Chain):
+    """A small chunk that is registered last and runs first."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.small = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.small(x))
+
+
+def test_a_chunk_that_runs_in_another_stage_streams_there_after_the_first_step(streamed: Make) -> None:
+    """However small its share is: its device's thread would use another one's window."""
+    model = Shuffled()
+    runner = streamed(model, chunks=["blocks.*", "small"])
+    assert [len(streamer.groups) for streamer in runner.streamed.streamers] == [4, 5]
+    assert_exact(model, runner)
+    assert [len(streamer.groups) for streamer in runner.streamed.streamers] == [5, 4]
+
+
 def test_an_error_in_a_stage_leaves_a_pipeline_that_works(streamed: Make) -> None:
     model = Chain(4)
     runner = streamed(model)

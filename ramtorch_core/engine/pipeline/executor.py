@@ -83,6 +83,7 @@ class Executor:
         step: int = 0,
         finish: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
+        exclusive: bool = False,
     ) -> StepResult:
         """Call `function` once per microbatch, in the order of `schedule`, with backward if `root` is given.
 
@@ -96,6 +97,7 @@ class Executor:
             step: number of the step; random numbers depend on it.
             finish: called after the last op, before gradients are collected.
             recorder: is told when each op began and ended on the host.
+            exclusive: launch no two ops at the same time, even if their devices compute on their own.
 
         Raises:
             BaseException: the first error of any thread, itself; gradients of the step are dropped then.
@@ -109,7 +111,7 @@ class Executor:
                 parameter.grad = None
         dice = Dice(step, self._unique)
         ranges = [device.ranges for device in self.devices]
-        turnstile = Turnstile(schedule, self._exclusive, recorder, ranges)
+        turnstile = Turnstile(schedule, exclusive or self._exclusive, recorder, ranges)
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)

@@ -127,8 +127,11 @@ class PipelineRunner:
         self._follow_tree()
         plan = schedule or self.plan(len(inputs))
         streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step()
+        unknown = self._calls is not None and self.streamed is not None  # a chunk may run in any stage
         with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
-            result = self._executor.run(function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish)
+            result = self._executor.run(
+                function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish, exclusive=unknown
+            )
         calls, self._calls = self._calls, None
         return result if calls is None else self._cut_anew(result, calls.order())
 
@@ -181,23 +184,26 @@ class PipelineRunner:
             with torch.inference_mode(False):
                 self._replace(self._find(AS_REGISTERED))
             self._calls = self._first_calls()
-            log.info("the model has other modules than before; its stages now:\n%s", format_stage_rows(self.stage_table()))
+            log.info("the model has other modules than before:\n%s", format_stage_rows(self.stage_table()))
 
     def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
         """Let the stages follow the running order, if that is another one; returns the result at its new places."""
         away = self.stages.away(order)
-        if away < WORTH_CUTTING_ANEW:
+        if away < WORTH_CUTTING_ANEW and not (self.streamed is not None and self.streamed.out_of_place(order)):
             return result
         try:
             self._replace(self._find(order))
-        except ConfigurationError:
-            return result  # too few modules are called, and called once, to begin stages
-        log.warning(
-            "modules run in another order than they are registered in, and %.0f %% of the weights were copied to where "
-            "they are used. From now on they are there:\n%s",
-            100 * away,
-            format_stage_rows(self.stage_table()),
-        )
+        except ConfigurationError:  # too few modules are called, and called once, to begin stages
+            self._replace(StageMap(self.stages.root, self.stages.entries, order))
+        if away < WORTH_CUTTING_ANEW:
+            log.info("chunks that run in another stage than it seemed stream there, those of several stages nowhere")
+        else:
+            log.warning(
+                "modules run in another order than they are registered in, and %.0f %% of the weights were copied to "
+                "where they are used. From now on they are there:\n%s",
+                100 * away,
+                format_stage_rows(self.stage_table()),
+            )
         return replace(result, gradients={p: gradient.to(p.device) for p, gradient in result.gradients.items()})
 
     def _build(self, microbatches: int) -> Schedule:

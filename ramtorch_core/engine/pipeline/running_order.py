@@ -1,6 +1,7 @@
 """The order in which the modules of a tree run, and what follows parameters that move because of it."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,12 @@ class RunningOrder:
     Attributes:
         times: of modules that were called, how many were called before.
         repeated: modules that were called more than once in one forward.
+        spread: modules that were called in several stages.
     """
 
     times: Mapping[int, int] = field(default_factory=dict)
     repeated: frozenset[int] = frozenset()
+    spread: frozenset[int] = frozenset()
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """Every module of `root` once, in this order; those that are never called follow their parents."""
@@ -61,11 +64,13 @@ class FirstCalls:
         self._root = root
         self._times: dict[int, int] = {}
         self._repeated: set[int] = set()
+        self._stages: dict[int, set[int]] = defaultdict(set)
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
         self._times.clear()
         self._repeated.clear()
+        self._stages.clear()
         self._hooks = [module.register_forward_pre_hook(self._note) for module in self._root.modules()]
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +80,8 @@ class FirstCalls:
 
     def order(self) -> RunningOrder:
         """What was seen."""
-        return RunningOrder(dict(self._times), frozenset(self._repeated))
+        spread = frozenset(key for key, stages in self._stages.items() if len(stages) > 1)
+        return RunningOrder(dict(self._times), frozenset(self._repeated), spread)
 
     def _note(self, module: nn.Module, _args: Any) -> None:
         current = current_step()
@@ -84,6 +90,7 @@ class FirstCalls:
         if id(module) in self._times:
             self._repeated.add(id(module))
         self._times.setdefault(id(module), len(self._times))
+        self._stages[id(module)].add(current[1].stage)
 
 
 def optimizers_follow(before: Mapping[Tensor, torch.device]) -> RemovableHandle:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
+from ramtorch_core.engine.pipeline.running_order import RunningOrder
 from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.visits import Activations
@@ -39,7 +40,8 @@ class StreamOptions:
 class StreamedStages:
     """One streaming engine per device, for the chunks of its stages, until `close`.
 
-    A chunk that shares weights with modules outside of it, or in which another stage begins, does not stream.
+    A chunk that shares weights with modules outside of it, in which another stage begins, or that several stages call,
+    does not stream.
 
     Args:
         stages: of the whole module, its parameters on the host.
@@ -47,6 +49,7 @@ class StreamedStages:
     """
 
     def __init__(self, stages: StageMap, devices: Sequence[Device], options: StreamOptions) -> None:
+        self._stages = stages
         stage_of = {id(module): stage for stage, module in stages.walk()}
         chunks = find_chunks(stages.root, options.chunks, resident_below=options.resident_below)
         self.chunks = [(name, module) for name, module in chunks if _may_stream(module, stages)]
@@ -66,6 +69,14 @@ class StreamedStages:
         for parameter in (p for _, module in self.chunks for p in module.parameters()):
             if (home := stages.homes.pop(id(parameter), None)) is not None:
                 stages.streamed[id(parameter)] = home
+
+    def out_of_place(self, order: RunningOrder) -> bool:
+        """Whether some chunk runs in several stages, or not in the one for which it streams, if `order` is right."""
+        now, then = (
+            {id(module): stage for stage, module in stages.walk()}
+            for stages in (self._stages, StageMap(self._stages.root, self._stages.entries, order))
+        )
+        return any(id(m) in order.spread or now[id(m)] != then[id(m)] for _, m in self.chunks)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is one of the chunks."""
@@ -104,7 +115,7 @@ class StreamedStages:
 
 def _may_stream(chunk: nn.Module, stages: StageMap) -> bool:
     inside = {id(module) for module in chunk.modules()}
-    if any(id(entry) in inside and entry is not chunk for _, entry in stages.entries):
+    if id(chunk) in stages.order.spread or any(id(e) in inside and e is not chunk for _, e in stages.entries):
         return False
     elsewhere = (module for module in stages.root.modules() if id(module) not in inside)
     outside = {id(p) for module in elsewhere for p in module.parameters(recurse=False)}
