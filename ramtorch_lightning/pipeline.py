@@ -35,6 +35,7 @@ from ramtorch_lightning._lightning import (
 )
 from ramtorch_lightning.arguments import ChunkSpec, Devices, ScheduleSpec, StageSpec
 from ramtorch_lightning.chunks import chunk_spec
+from ramtorch_lightning.evaluation import evaluate_pipelined, evaluate_whole
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
 from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer
@@ -75,8 +76,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
-        evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole. With
-            `Trainer(inference_mode=False)` a step may compute gradients, and microbatches run one after the other.
+        evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole. Where such a
+            step computes gradients, its microbatches run one after the other.
         accelerator: Lightning's accelerator; by default chosen by the Trainer.
         checkpoint_io: writes and reads checkpoints; by default without a second copy in RAM.
         precision_plugin: Lightning's precision plugin; by default what `Trainer(precision=)` says.
@@ -134,6 +135,7 @@ class PipelineStrategy(MicrobatchedStrategy):
             stream_options(**self._streaming)  # refuses what cannot work
         self._runner: PipelineRunner | None = None
         self._scheduled: ScheduledRunner | None = None
+        self._need_graphs: set[str] = set()  # the evaluation steps that compute gradients
         if self._devices is not None:
             self._choose_root()
 
@@ -310,11 +312,12 @@ class PipelineStrategy(MicrobatchedStrategy):
 
         number = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         with logs.active():
-            if torch.is_inference_mode_enabled():
-                outputs = self.runner.evaluate(step, list(enumerate(inputs)), step=number)
-            else:  # the step may compute gradients, and stages would end its graph
-                self._tell_once("with inference_mode=False a batch that is evaluated runs without overlap")
-                with self.runner.transparent():
-                    outputs = [step(item) for item in enumerate(inputs)]
+            outputs = None
+            if name not in self._need_graphs:
+                outputs = evaluate_pipelined(self.runner, step, list(enumerate(inputs)), number)
+            if outputs is None:
+                self._need_graphs.add(name)
+                self._tell_once(f"{name} computes gradients, so its microbatches run one after the other")
+                outputs = evaluate_whole(self.runner, step, list(enumerate(inputs)))
         logs.replay()
         return join(outputs, sizes)

@@ -73,6 +73,8 @@ class MicrobatchRunner:
     def _train(
         self, function: Callable[[Any], Any], inputs: Sequence[Any], root: Root, accumulate: bool, step: int
     ) -> StepResult:
+        if self._executor is not None and self._executor.stages.outdated():
+            self.cut_anew()
         first, executor = self._executor is None, self._executor
         if executor is None:
             executor = self._executor = self._cut(() if self._apart else self._order())
@@ -110,7 +112,7 @@ class MicrobatchRunner:
             return [function(data) for data in inputs]
 
     def cut_anew(self) -> None:
-        """Other chunks stream than before; between two steps."""
+        """Other chunks stream than before, or the tree has other modules; between two steps."""
         self._apart |= self._executor is not None and self._executor.stages.count == 1
         self.close()
 

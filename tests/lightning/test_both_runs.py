@@ -6,11 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from both_cases import Descent, assert_agree, compare, either, strategy_of
+from both_cases import Descent, assert_agree, compare, either, outcome, strategy_of
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
-from offload_cases import Watched, fit, loader, make_trainer
+from offload_cases import CLASSES, WIDTH, Watched, fit, loader, make_trainer
+from torch import nn
+
+from ramtorch_lightning import PipelineStrategy
 
 
 def weights(model: Any) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def test_several_evaluation_loaders_give_the_same(name: str) -> None:
 
 @either
 @pytest.mark.parametrize("how", ["autograd.grad", "backward"])
-def test_a_validation_step_may_compute_gradients_without_inference_mode(name: str, how: str) -> None:
+def test_a_validation_step_may_compute_gradients(name: str, how: str) -> None:
     """Stages of a pipeline end the graph where they meet, which such a step must not notice."""
 
     class Forces(Descent):
@@ -187,8 +190,14 @@ def test_a_validation_step_may_compute_gradients_without_inference_mode(name: st
                 force = x.grad if how == "backward" else torch.autograd.grad(energy, x)[0]
             self.log("force", force.square().sum(dim=1).mean())
 
-    found = compare(name, Forces, inference_mode=False, max_epochs=1)
+    found = compare(name, Forces, max_epochs=1)  # validation during a fit is never in inference mode
     assert found.trainer.callback_metrics["force"] > 0
+
+    def validated(strategy: Any) -> Any:
+        torch.manual_seed(1)
+        return make_trainer(strategy, inference_mode=False).validate(Forces(), loader(8), verbose=False)
+
+    assert_agree(name, validated(strategy_of(name)), validated("auto"))
 
 
 @pytest.mark.parametrize("build", [lambda: strategy_of("pipeline"), lambda: Watched(n_microbatches=2)])
@@ -214,3 +223,47 @@ def test_gradients_through_the_model_in_a_microbatch_are_refused_with_the_remedy
         fit(Forces, build())
     found = fit(Manual, build(), max_epochs=1)
     assert_agree("pipeline", found.record["weights"], fit(Manual, max_epochs=1).record["weights"])
+
+
+class Growing(Descent):
+    """Gets another head or one more block, before its second epoch or before a validation."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.grown = what, False
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.grow()
+
+    def on_validation_start(self) -> None:
+        if "validation" in self.what and not self.trainer.sanity_checking:
+            self.grow()
+
+    def grow(self) -> None:
+        if self.grown:
+            return
+        self.grown = True
+        torch.manual_seed(4)
+        with torch.inference_mode(False):
+            new = nn.Linear(WIDTH, WIDTH if self.what == "block" else CLASSES).to(self.device)
+        if self.what == "block":
+            self.net.blocks.insert(1, new)
+        else:
+            self.net.head = new
+        self.optimizers().optimizer.add_param_group({"params": list(new.parameters())})
+
+
+@pytest.mark.parametrize("what", ["head", "block", "head in validation"])
+@pytest.mark.parametrize("strategy", ["offload", "microbatches", "pipeline", "streamed pipeline"])
+def test_modules_that_come_during_a_fit_are_trained(what: str, strategy: str) -> None:
+    """Gradients of weights that were not there at the set-up were taken for old ones, and zeroed before each step."""
+    streaming = {"window": 2, "chunks": "leaves", "resident_below": 0}
+    build = {
+        "offload": Watched,
+        "microbatches": lambda: Watched(n_microbatches=2),
+        "pipeline": lambda: strategy_of("pipeline"),
+        "streamed pipeline": lambda: PipelineStrategy(devices=["cpu", "cpu"], n_microbatches=2, **streaming),
+    }[strategy]
+    found, expected = fit(lambda: Growing(what), build()), fit(lambda: Growing(what))
+    assert_agree("offload" if strategy == "offload" else "pipeline", outcome(found), outcome(expected))
