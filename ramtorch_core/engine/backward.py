@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,10 @@ from ramtorch_core.memory.weights import Weight, WeightGroup
 if TYPE_CHECKING:
     from ramtorch_core.engine.inventory import Inventory
     from ramtorch_core.engine.updates import Updates
+
+
+LONGEST = 10.0
+"""Seconds to wait for the end of a backward that has failed: that of one node, in autograd's thread of the device."""
 
 
 def current_task() -> int:
@@ -54,8 +59,8 @@ class BackwardTask:
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
-            self._open = False
             self._abandon()
+            self._open = False
 
 
 class _Sum:
@@ -113,6 +118,8 @@ class BackwardPasses:
         self._sums: dict[WeightGroup, _Sum] | None = None  # of several backwards that are one step
         self._awaited: int | None = None
         self._spill = False
+        self._dying = 0  # tasks whose ends are being dealt with, in whatever thread
+        self._over = threading.Condition()
 
     def enter(self) -> BackwardTask | None:
         """A sign of a backward: take part in it until it ends. None outside of any.
@@ -135,7 +142,7 @@ class BackwardPasses:
             def abandon() -> None:
                 passes = reference()
                 if passes is not None:
-                    passes.failed()
+                    passes._die()
 
             task = BackwardTask(self._finish, abandon)
             self._tasks[identifier] = task
@@ -203,6 +210,28 @@ class BackwardPasses:
         bucket.clear()
         if total.backwards == self._awaited and group.index >= 0:
             self._send(group, total.grads, whole=True)
+
+    def settle(self) -> None:
+        """Outside of any backward: wait for the end of one that has failed.
+
+        Autograd raises an error as soon as it comes up, while its other threads go on with the nodes that they have
+        begun: on a GPU the host's thread may have failed, in a hook on a master, and that of the device recompute.
+        """
+        if (self.open or self._dying) and current_task() == -1:
+            with self._over:
+                self._over.wait_for(lambda: not (self.open or self._dying), LONGEST)
+            if self.open:
+                self.failed()
+
+    def _die(self) -> None:
+        """Autograd has dropped a task that had not ended."""
+        self._dying += 1
+        try:
+            self.failed()
+        finally:
+            with self._over:
+                self._dying -= 1
+                self._over.notify_all()
 
     def abandon(self) -> None:
         """Drop what the passes under way have left."""

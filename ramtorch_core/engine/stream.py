@@ -109,7 +109,7 @@ class Streamer:
         self._backwards.inventory = self.updates.inventory = self._inventory
         self.updates.place()
         self._backwards.visit_over = self._visits.close_backward
-        self._backwards.finished, self._backwards.failed = self._finish_backward, self.abandon
+        self._backwards.finished, self._backwards.failed = self._finish_backward, self._abandon
         self._depth, self._lending = 0, False  # scopes, one inside another
         self._compiled = False  # a part of the tree, in the step under way
         self._learning = Learning(device.torch, self._visits.exact_weight, self.dtypes)
@@ -265,6 +265,7 @@ class Streamer:
 
     def _begin_scope(self) -> Observer | None:
         inventory = self._inventory
+        self._backwards.settle()
         if current_task() != -1:
             if not inventory.built or (self._backwards.open == 0 and not self.follower.visits):
                 self._begin_step()  # inside of a backward that is not ours
@@ -326,6 +327,11 @@ class Streamer:
 
     def abandon(self) -> None:
         """A step failed: drop what it left, so that the next one works."""
+        if not self.closed:
+            self._backwards.settle()
+            self._abandon()
+
+    def _abandon(self) -> None:
         if self.closed:
             return
         self._visits.close_backward()

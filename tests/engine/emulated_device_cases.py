@@ -179,6 +179,36 @@ def test_steps_on_streams_of_the_users_in_turn_have_no_race(
         assert machine.races == []
 
 
+@pytest.mark.parametrize("updates", ["host", 0.5, 1.0])
+@pytest.mark.parametrize("way", ["published", "overlapped"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_backward_that_fails_leaves_nothing_that_races(
+    way: str, updates: Any, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(9, kinds=KINDS, optimizer="fused AdamW", updates=updates, resident_below=40, window=1, steps=5)
+    case.batches, case.together = 2, together
+    slow_down(monkeypatch, 1)
+
+    def fail(self: Training, index: int) -> None:
+        if index % 2 == 0:
+            return step(self, index)
+
+        def refuse(_: Any) -> None:
+            raise ZeroDivisionError
+
+        hook = self.model.blocks[2].lin.weight.register_hook(refuse)  # called in the host's thread
+        with pytest.raises(ZeroDivisionError):
+            step(self, index)
+        hook.remove()
+        return None
+
+    step = Training.step
+    monkeypatch.setattr(Training, "step", fail)
+    found = run(case, way, monkeypatch, seed=1)
+    assert found["races"] == []
+    assert all(weight.isfinite().all() for weight in found["weights"].values())
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_the_optimizer_that_streams_parameters_itself_has_no_race(
     amsgrad: bool, monkeypatch: pytest.MonkeyPatch
