@@ -78,6 +78,8 @@ class Case:
     """The loss reads a weight of this chunk, too."""
     frozen: tuple[int, int] | None = None
     """From this step on, this chunk is not trained."""
+    rearranged: dict[int, tuple[int, str, frozenset[int]]] = field(default_factory=dict)
+    """After these steps the engine goes on with another window, activation policy, and other resident chunks."""
     steps: int = 3
 
     @property
@@ -140,6 +142,8 @@ def draw(seed: int, *, emulated: bool = False) -> Case:
     case.groups = dice.choice((1, 1, 2, 3))
     case.scheduled = chance(0.3)
     case.together = case.batches > 1 and case.chunks == "blocks.*" and chance(0.5)
+    if case.together and case.again is not None:
+        case.skipped = {}  # the order of calls may not change then
     if not case.together and chance(0.25):
         case.clip = dice.choice((0.01, 1.0, 1e6))
         case.kinds = ["Plain" if kind == "Transposed" else kind for kind in case.kinds]  # norms differ by rounding
@@ -159,6 +163,10 @@ def draw(seed: int, *, emulated: bool = False) -> Case:
     case.hooked = chance(0.1)
     case.frozen = (dice.randrange(1, case.steps), dice.randrange(len(case.kinds))) if chance(0.1) else None
     case.penalty = dice.randrange(len(case.kinds)) if not case.together and chance(0.1) else None
+    if chance(0.15):
+        resident = frozenset(i for i in range(len(case.kinds)) if chance(0.3) and case.pin)
+        knobs = dice.choice((1, 2, 3)), dice.choice(("checkpoint", "keep")), resident
+        case.rearranged = {dice.randrange(case.steps): knobs}
     case.set_to_none |= bool(case.skipped) or case.frozen is not None  # zeros are gradients, to the plain run
     if emulated and case.chunks == "leaves":  # what is no leaf may not read a weight of one, or not before a step
         case.kinds = ["Plain" if kind in ("Raw", "Reused") else kind for kind in case.kinds]

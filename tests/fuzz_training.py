@@ -16,6 +16,7 @@ from torch import Tensor
 from ramtorch_core import MicrobatchRunner, Streamer
 from ramtorch_core.engine.chunks import choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
+from ramtorch_core.engine.rearrange import Knobs, rearrange
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.memory.device import Device
 from ramtorch_core.optim import device_updates, updater
@@ -182,6 +183,11 @@ class Training:
                 parameter.data.mul_(0.99)
             if self.engine is not None:
                 self.engine.invalidate()
+        if self.engine is not None and step in case.rearranged:
+            window, activations, resident = case.rearranged[step]
+            if self.runner is not None:
+                self.runner.cut_anew()
+            rearrange(self.engine, Knobs(window, resident, Activations(activations)), self.optimizers)
         if case.reloaded == step:
             self.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
             for optimizer in self.optimizers:

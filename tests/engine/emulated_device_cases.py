@@ -179,6 +179,35 @@ def test_steps_on_streams_of_the_users_in_turn_have_no_race(
         assert machine.races == []
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_hooks_that_step_while_backward_runs_have_no_race(
+    window: int, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in the host's thread, and the device's goes on."""
+    case = Case(4, kinds=["Residual", "Transposed", "Plain", "Residual"], window=window, activations=activations)
+
+    def train(training: Training) -> list[torch.Tensor]:
+        for parameter in training.model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+            def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for index in range(4):
+            training.loss(data(case, index, 0, training.device.torch)).backward()
+        if training.engine is not None:
+            training.engine.close()
+        return [parameter.detach().clone() for parameter in training.model.parameters()]
+
+    with emulation(monkeypatch, 0):
+        found = train(Training(case, "published", Emulated()))
+        assert machine.races == []
+    assert_same(found, train(Training(case, "plain")))
+
+
 @pytest.mark.parametrize("updates", ["host", 0.5, 1.0])
 @pytest.mark.parametrize("way", ["published", "overlapped"])
 @pytest.mark.parametrize("together", [False, True])
