@@ -119,10 +119,10 @@ def estimate(
             autocast=autocast,
         )
     rest = sum(size for _, _, size in numbers) - sum(chunk.master_bytes for chunk in found.chunks)
-    before = found.window * max(chunk.weight_bytes for chunk in found.chunks) + rest
-    forward = before + sum(chunk.boundary_bytes for chunk in found.chunks) + LOSS_BYTES * loss_elements
+    assert found.peaks is not None
+    peaks = Peaks(found.peaks.before + rest, found.peaks.forward + rest + LOSS_BYTES * loss_elements)
     return Estimate(
-        calibration=replace(found, peaks=Peaks(before, forward, backward=0)),
+        calibration=replace(found, peaks=peaks),
         parameters=sum(count for count, _, _ in numbers),
         trained=sum(count for count, trains, _ in numbers if trains),
         bytes=sum(size for _, _, size in numbers),

@@ -35,6 +35,7 @@ from ramtorch_core.simulate import (
     simulate_streaming,
 )
 from ramtorch_core.simulate.clock import Kind
+from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 from ramtorch_core.simulate.steps import HOST
 
 __all__ = [
@@ -174,8 +175,7 @@ def costs(
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -> StepCost:
     """What a step costs beside its chunks.
 
-    Memory in no chunk is what was measured at three moments of a step beyond what the plan then holds: before it,
-    between forward and backward (the loss), and in backward (work space).
+    Memory in no chunk is what was measured in the phases of a step beyond what the plan then holds.
 
     Args:
         measured: the plan of the steps in which memory was measured; by default that of `calibrate`.
@@ -192,17 +192,33 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -
         return found
     plan = replace(measured or StreamingPlan(optimizer=Optimizer.OVERLAPPED), window=calibration.window, pin=0)
     chunks = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
-    held = plan.microbatches if plan.order is Order.CHUNK else 1
-    activations = held * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
-    result = simulate_streaming(chunks, plan)
-    base = max(0.0, peaks.before - result.weight_bytes)
+    slots = min(plan.window, len(chunks)) * max(chunk.weight_bytes for chunk in chunks)
+    base = max(0.0, peaks.before - slots)
+    held, first, others = _held(chunks, plan)
     return replace(
         found,
         base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces),
         bounce_bytes=BOUNCE_BYTES,
-        loss_bytes=max(0.0, peaks.forward - peaks.before - activations),
-        work_bytes=max(0.0, peaks.backward - base - result.peak_bytes),
+        loss_bytes=max(0.0, peaks.forward - base - slots - held),
+        turn_bytes=max(0.0, (peaks.loss or peaks.forward) - base - slots - held),
+        first_bytes=max(0.0, peaks.first - base - slots - first),
+        work_bytes=max(0.0, peaks.backward - base - slots - others),
     )
+
+
+def _held(chunks: Sequence[ChunkCost], plan: StreamingPlan) -> tuple[float, float, float]:
+    """Bytes of activations and gradients while nothing is resident.
+
+    Between forward and backward, in the first visit of a backward, and the most in the others.
+    """
+    together = plan.microbatches if plan.order is Order.CHUNK else 1
+    level = held = together * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
+    visits = []
+    for position, chunk in reversed(list(enumerate(chunks))):
+        leaving = sum(later.left_bytes for later in chunks[position : position + GRADIENTS_IN_FLIGHT + 1])
+        visits.append(level + chunk.made_bytes(plan.checkpoint) + leaving)
+        level -= together * chunk.held_bytes(plan.checkpoint)
+    return held, visits[0], max(visits[1:], default=0.0)
 
 
 def half_precision(calibration: Calibration) -> Calibration | None:
@@ -303,7 +319,7 @@ def _cost(
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
     published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
     gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
-    half = chunk.weight_bytes < chunk.master_bytes
+    half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
     shadow_bytes = chunk.weight_bytes if half else 0
     cast_bytes = chunk.master_bytes if published and shadow_bytes else 0  # read once more
     update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + cast_bytes
@@ -332,6 +348,7 @@ def _cost(
         gradient_bytes=gradient_bytes,
         produced_bytes=chunk.gradient_bytes,
         resident_gradient_bytes=summed,
+        passing_bytes=chunk.gradient_bytes * (half or several) + chunk.largest * width * (half and several),
         state_bytes=chunk.trained * STATE_BYTES,
         update_bytes=update_bytes,
         kept_bytes=chunk.kept_bytes,

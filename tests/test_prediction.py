@@ -1,5 +1,6 @@
 """Predictions from a calibration: costs, plans, and pipelines."""
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ from ramtorch_core.prediction import (
 )
 
 RATES = Rates(10.0, 5.0, 12.0, 1000.0, 0.1, 0.01, 2000)
-CHUNK = ChunkMeasure("blocks.0", 10, 10, 40, 20, 20, 1.0, 0.75, 2.0, 300, 30, 280)
+CHUNK = ChunkMeasure("blocks.0", 10, 10, 6, 40, 20, 20, 1.0, 0.75, 2.0, 300, 30, 280)
 CALIBRATION = Calibration(RATES, (CHUNK,) * 3, outside=0.5, window=2, peaks=None)
 
 
@@ -94,16 +95,26 @@ def test_a_resident_chunk_casts_its_weights_and_adds_up_its_gradients_on_the_dev
     assert costs(replace(CALIBRATION, chunks=(full,)))[0].cast == 0
 
 
-def test_what_the_measured_peak_has_beyond_the_plan_is_added_to_every_prediction() -> None:
+def test_what_was_measured_beyond_the_plan_is_added_in_its_phase() -> None:
     plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED)
-    bare = predict(CALIBRATION, plan).peak_bytes
-    slots = 2 * 20
-    measured = replace(CALIBRATION, peaks=Peaks(slots + 7, slots + 7 + 3 * 30 + 500, 7 + int(bare) + 70))
-    beside = step_cost(measured)
-    assert (beside.base_bytes, beside.loss_bytes, beside.work_bytes) == (7, 500, 70)
-    assert predict(measured, plan).peak_bytes == max(slots + 7 + 3 * 30 + 500, bare + 77)
-    assert predict(measured, replace(plan, checkpoint=False)).peak_bytes == slots + 7 + 3 * 300 + 500
-    assert step_cost(replace(CALIBRATION, peaks=Peaks(0, 0, 0))).base_bytes == 0
+    slots, held, made, left = 2 * 20, 3 * 30, 280, 20  # of the plan that was measured: two slots, checkpoints
+    before = slots + 7
+    peaks = Peaks(
+        before=before,
+        forward=before + held + 500,
+        loss=before + held + 600,
+        first=before + held + made + left + 70,
+        backward=before + held - 30 + made + 2 * left + 80,
+    )
+    measured = replace(CALIBRATION, peaks=peaks)
+    found = step_cost(measured)
+    assert (found.base_bytes, found.loss_bytes, found.turn_bytes) == (7, 500, 600)
+    assert (found.first_bytes, found.work_bytes) == (70, 80)
+    assert predict(measured, plan).peak_bytes == max(dataclasses.astuple(peaks))
+    assert predict(measured, replace(plan, checkpoint=False)).peak_bytes == before + 3 * 300 + 600
+    untold = step_cost(replace(CALIBRATION, peaks=replace(peaks, loss=0)))
+    assert untold.turn_bytes == untold.loss_bytes == 500
+    assert step_cost(replace(CALIBRATION, peaks=Peaks(0, 0))).base_bytes == 0
 
 
 def test_a_recommendation_fits_the_devices_memory() -> None:

@@ -29,19 +29,21 @@ class ChunkMeasure:
     """One streamed chunk, per microbatch.
 
     Attributes:
-        parameters, trained: numbers of parameters, all and those that get gradients.
+        parameters, trained, largest: numbers of parameters: all, those that get gradients, and of the largest tensor.
         master_bytes, weight_bytes: of all, as the optimizer sees them and as they cross the bus.
         gradient_bytes: of the trained ones, as backward produces them.
         forward, recompute, backward: seconds of compute; backward without recomputing. A recompute ends with the last
             tensor that backward needs.
         kept_bytes: activations that backward needs.
-        boundary_bytes: activations that stay when the chunk is checkpointed: its inputs.
+        boundary_bytes: activations that stay when the chunk is checkpointed: its inputs. Those of the first chunk are
+            there before.
         recomputed_bytes: activations that a recompute makes besides.
     """
 
     name: str
     parameters: int
     trained: int
+    largest: int
     master_bytes: int
     weight_bytes: int
     gradient_bytes: int
@@ -128,7 +130,7 @@ def calibrate_chunks(
         run.train()  # leads from what that looked like back to training
         watch = PeakWatch(device)
         try:
-            run.train()
+            run.train(watch.backward_begins)
         finally:
             watch.close()
         passes = time_passes(run, steps)
@@ -166,6 +168,7 @@ def describe(group: WeightGroup, footprint: Footprint, compute: Compute) -> Chun
         name=group.name,
         parameters=sum(weight.parameter.numel() for weight in group.weights),
         trained=sum(weight.parameter.numel() for weight in trained),
+        largest=max(weight.parameter.numel() for weight in group.weights),
         master_bytes=sum(weight.parameter.nbytes for weight in group.weights),
         weight_bytes=group.nbytes,
         gradient_bytes=sum(weight.nbytes for weight in trained),

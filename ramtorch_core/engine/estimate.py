@@ -13,10 +13,13 @@ from ramtorch_core.engine.calibration import Calibration, describe
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
 from ramtorch_core.engine.laps import Compute
+from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
+
+SLOTS = 2
 
 
 def estimate_chunks(
@@ -32,7 +35,8 @@ def estimate_chunks(
 ) -> Calibration:
     """What the chunks would cost, from shapes alone; `root` and `step` are run under `FakeTensorMode`, without memory.
 
-    Forwards take the time of their matrix products and attention, backwards twice that.
+    Forwards take the time of their matrix products and attention, backwards twice that. Memory is that of chunks and of
+    the first one's inputs.
 
     Args:
         step: as for `calibrate_chunks`. None: two operations per parameter and token, and no activations.
@@ -61,7 +65,9 @@ def estimate_chunks(
             describe(group, footprint, Compute(forward, forward, 2 * forward))
             for group, footprint, forward in zip(streamer.groups, footprints[1:], seconds[1:], strict=True)
         )
-        return Calibration(rates, measured, 3 * seconds[0], 2, None)
+        before = SLOTS * max(chunk.weight_bytes for chunk in measured) + footprints[0].boundary
+        peaks = Peaks(before, before + sum(chunk.boundary_bytes for chunk in measured))
+        return Calibration(rates, measured, 3 * seconds[0], SLOTS, peaks)
     finally:
         streamer.close()
 

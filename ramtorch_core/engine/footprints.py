@@ -43,9 +43,10 @@ class Run:
         with torch.autocast(kind, self._autocast, enabled=self._autocast is not None), self.streamer.scope():
             return self._step()
 
-    def train(self) -> None:
+    def train(self, backward_begins: Callable[[], None] = lambda: None) -> None:
         """Forward, backward, and an update that does nothing."""
         loss = self.forward()
+        backward_begins()
         if not loss.requires_grad:
             raise ConfigurationError("the loss has no gradient: no parameter that it depends on is trained")
         with self.streamer.updates.overlap(self._discard):
@@ -60,7 +61,7 @@ class Footprint:
 
     Attributes:
         kept: what it saves for backward; each storage counts for the chunk that saves it first.
-        boundary: its inputs.
+        boundary: its inputs. Those of the chunk that is called first are there before, and count for what is in none.
         recomputed: what it saves of its own, so that a recompute makes it.
     """
 
@@ -85,12 +86,16 @@ class Counts:
         bytes_once(stays, self._saved)
         self._inputs = dict(self._saved)
         self._own: dict[int, Storages] = {}
+        self._first: Footprint | None = None
+        self.outside = Footprint()
 
     def given(self, footprint: Footprint, arguments: Any) -> None:
         """A chunk begins with these arguments."""
+        self._first = footprint if self._first is None else self._first
+        counts = self.outside if footprint is self._first else footprint
         for tensor in tensors_in(arguments):
             with contextlib.suppress(NotImplementedError, RuntimeError):
-                footprint.boundary += bytes_once(tensor, self._inputs)
+                counts.boundary += bytes_once(tensor, self._inputs)
 
     def saved(self, footprint: Footprint, tensor: Tensor) -> None:
         """A chunk saves a tensor."""
@@ -116,10 +121,10 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
         operations: how many there were so far.
     """
     chunks = [chunk.module for chunk in run.streamer.census.chunks if chunk.group is not None]
-    footprints = [Footprint() for _ in range(1 + len(chunks))]
-    inside = [footprints[0]]  # chunks under way
-    seen = 0
     counts = Counts(run.streamer._inventory.rest.buffer)
+    footprints = [counts.outside, *(Footprint() for _ in chunks)]
+    inside = [counts.outside]  # chunks under way
+    seen = 0
 
     def pack(tensor: Tensor) -> None:
         counts.saved(inside[-1], tensor)

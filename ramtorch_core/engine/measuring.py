@@ -66,6 +66,7 @@ class Measuring:
         device.synchronize()
         device.forget_peak()
         self._peaks = PeakWatch(device)
+        vars(self._streamer)["begin_lending"] = self._begin_lending
         self._listener = device.ranges.listen()
         self._listener.waiting = self._deliveries
         self._since = Moment()
@@ -113,6 +114,13 @@ class Measuring:
             self._listener.close()
             self._peaks.close()
             self._listener = None
+            del vars(self._streamer)["begin_lending"]
+
+    def _begin_lending(self) -> None:
+        """Instead of the streamer's method, which tells that a backward begins."""
+        if self._peaks is not None:
+            self._peaks.backward_begins()
+        type(self._streamer).begin_lending(self._streamer)
 
 
 class _Activations:

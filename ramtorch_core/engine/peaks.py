@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ramtorch_core.engine.backward import current_task
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind, Range
+from ramtorch_core.memory.ranges import FOR_TRANSFER, Range
 
 __all__ = ["PeakWatch", "Peaks"]
 
@@ -18,17 +18,25 @@ class Peaks:
 
     Attributes:
         before: when the first forward visit of a pass began; slots, resident chunks and inputs are there.
-        forward: the most until the first backward visit began: activations are there, and the loss.
+        forward: the most until the backward began: activations are there, the loss, and what autocast has cast.
+        loss: the most from there to the first backward visit; 0 if nobody told when the backward began, and `forward`
+            includes it.
+        first: the most in the first backward visit, in which a part of the loss may still be there.
         backward: the most afterwards, until the next pass.
     """
 
     before: int
     forward: int
-    backward: int
+    loss: int = 0
+    first: int = 0
+    backward: int = 0
+
+
+_FORWARD, _LOSS, _FIRST, _OTHERS = range(4)
 
 
 class PeakWatch(deque[Range]):
-    """Looks at the memory when a forward begins, and when the first visit of its backward does, until `close`.
+    """Looks at the memory when a forward begins, and when the first two visits of its backward do, until `close`.
 
     Memory is given and taken in the order in which the host issues work, so the device need not be waited for.
     """
@@ -38,38 +46,48 @@ class PeakWatch(deque[Range]):
         self._device = device
         self._listener = device.ranges.listen()
         self._listener.waiting = self
-        self._backward: bool | None = None  # which phase goes on
-        self._before = self._most_forward = self._most_backward = 0
+        self._open = True
+        self._phase = -1
+        self._before = 0
+        self._most = [0, 0, 0, 0]
 
     def append(self, ended: Range) -> None:
         """Some range has ended on the host's side; not kept."""
-        if ended.kind is Kind.VISIT or ended.what == FOR_TRANSFER:
-            backward = current_task() != -1
-            if backward is not self._backward:
-                self._turn(backward)
+        if ended.what == FOR_TRANSFER:  # a visit begins
+            backward = current_task() != -1 and self._phase >= _FORWARD
+            phase = min(max(self._phase + 1, _FIRST), _OTHERS) if backward else _FORWARD
+            if phase != self._phase:
+                self._turn(phase)
+
+    def backward_begins(self) -> None:
+        """The forward is over, with its loss; for those who know."""
+        if self._phase == _FORWARD:
+            self._turn(_LOSS)
 
     def peaks(self) -> Peaks | None:
         """What was seen so far; None where the device does not tell."""
-        peak = self._device.peak_bytes()
-        if self._backward is None or peak is None:
-            return None
-        forward, backward = (self._most_forward, peak) if self._backward else (peak, self._before)
-        return Peaks(self._before, max(forward, self._most_forward), max(backward, self._most_backward))
+        self._note()
+        return None if self._phase < 0 else Peaks(self._before, *self._most)
 
     def close(self) -> None:
         """Look no more. Idempotent."""
+        self._note()
+        self._open = False
         self._listener.close()
 
-    def _turn(self, backward: bool) -> None:
-        """The other phase begins."""
-        peak, now = self._device.peak_bytes(), self._device.allocated_bytes()
-        if peak is None or now is None:
+    def _note(self) -> None:
+        """The most so far belongs to this phase."""
+        peak = self._device.peak_bytes()
+        if self._open and self._phase >= 0 and peak is not None:
+            self._most[self._phase] = max(self._most[self._phase], peak)
+
+    def _turn(self, phase: int) -> None:
+        """The next phase begins."""
+        now = self._device.allocated_bytes()
+        if now is None:
             return
-        if backward:
-            self._most_forward = max(self._most_forward, peak)
-        elif self._backward:
-            self._most_backward = max(self._most_backward, peak)
-        if not backward:
-            self._before = now if self._backward is None else min(self._before, now)
-        self._backward = backward
+        self._note()
+        if phase == _FORWARD:
+            self._before = now if self._phase < 0 else min(self._before, now)
+        self._phase = phase
         self._device.forget_peak()

@@ -37,6 +37,7 @@ class ChunkCost:
         gradient_bytes: its gradient as it crosses the bus, and as it is summed.
         produced_bytes: its gradient as a backward leaves it on the GPU; None for as it crosses.
         resident_gradient_bytes: its gradient where it is resident; None for as it crosses.
+        passing_bytes: of a gradient that is on its way there: in the dtype in which it was computed, or to be added.
         state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
         update_bytes: traffic of host memory that an update on the host causes.
         kept_bytes: activations of one microbatch that backward needs.
@@ -65,6 +66,7 @@ class ChunkCost:
     gradient_bytes: float = 0
     produced_bytes: float | None = None
     resident_gradient_bytes: float | None = None
+    passing_bytes: float = 0
     state_bytes: float = 0
     update_bytes: float = 0
     kept_bytes: float = 0
@@ -88,6 +90,11 @@ class ChunkCost:
     def left_bytes(self) -> float:
         """Bytes that one backward leaves on the GPU."""
         return self.gradient_bytes if self.produced_bytes is None else self.produced_bytes
+
+    def made_bytes(self, checkpoint: bool) -> float:
+        """Bytes of activations that a backward visit makes again."""
+        recomputed = self.kept_bytes if self.recomputed_bytes is None else self.recomputed_bytes
+        return recomputed * checkpoint
 
     def held_bytes(self, checkpoint: bool) -> float:
         """Bytes of activations of one microbatch between forward and backward."""
@@ -123,8 +130,10 @@ class StepCost:
             come last; otherwise for the gradients of streamed chunks alone.
         base_bytes: GPU memory at any time: inputs, copies of small tensors, work space of libraries.
         bounce_bytes: GPU memory through which gradients are added to sums on the host, or cast.
-        loss_bytes: GPU memory between forward and backward, besides activations.
-        work_bytes: GPU memory in a backward visit, besides activations and gradients.
+        loss_bytes: GPU memory at the end of a forward, besides activations and what autocast has cast.
+        turn_bytes: GPU memory at the beginning of a backward, when gradients of the step before are gone, likewise.
+        first_bytes: GPU memory in the first visit of a backward, besides activations and gradients.
+        work_bytes: GPU memory in the others, likewise.
         step_bytes: GPU memory while the optimizer steps what is resident.
     """
 
@@ -136,6 +145,8 @@ class StepCost:
     base_bytes: float = 0.0
     bounce_bytes: float = 0.0
     loss_bytes: float = 0.0
+    turn_bytes: float = 0.0
+    first_bytes: float = 0.0
     work_bytes: float = 0.0
     step_bytes: float = 0.0
 

@@ -180,7 +180,7 @@ class Steps:
         lane.let_host_write()
         for m in group:
             lane.spend(beside.issue_loss, "loss")
-            if beside.loss or beside.loss_bytes:
+            if beside.loss or beside.loss_bytes or beside.turn_bytes:
                 self._latest = lane.step(Kind.LOSS, beside.loss, self._label("L", "", m), [self._latest])
             lane.hold(beside.loss_bytes, self._latest, self._latest)
         if plan.checkpoint or not plan.train:  # otherwise they are saved for backward
@@ -188,6 +188,9 @@ class Steps:
                 lane.hold(self.chunks[chunk].cast_bytes, self._forwards[chunk, group[0]], self._latest)
         if group[0] == 0:
             self._drop_gradients(self._latest)
+        if beside.turn_bytes and plan.train:
+            turn = lane.step(Kind.LOSS, 0.0, "", [self._latest])
+            lane.hold(beside.turn_bytes, turn, turn)
 
     def _drop_gradients(self, until: int | None) -> None:
         """Those that the step before left on resident chunks."""
@@ -205,13 +208,13 @@ class Steps:
         )
         forward = self._forwards[chunk, m]
         lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
-        lane.hold(self._beside.work_bytes, visit, visit)
-        if plan.checkpoint:
-            lane.hold(cost.kept_bytes if cost.recomputed_bytes is None else cost.recomputed_bytes, visit, visit)
+        first = chunk == len(self.chunks) - 1
+        work = self._beside.first_bytes if first else self._beside.work_bytes
+        lane.hold(work + cost.made_bytes(plan.checkpoint), visit, visit)
         self._update_on_gpu()
         if resident:
             lane.hold(cost.cast_bytes, visit if plan.checkpoint else forward, visit)
-            lane.hold(cost.left_bytes * bool(cost.cast_bytes), visit, visit)
+            lane.hold(cost.passing_bytes, visit, visit)
             self._left.setdefault(chunk, visit)
         else:
             self._gradient(chunk, m, visit, before)

@@ -132,7 +132,7 @@ def timeline(
         for gap in gaps
         if min(gap.end, end) > max(gap.start, start)
     )
-    return Timeline(start, end, resources, spans, cut, _peaks(times, holdings, last), work.capacities)
+    return Timeline(start, end, resources, spans, cut, _peaks(times, holdings), work.capacities)
 
 
 def _gaps(work: Work, times: Times, stream: str, last: float) -> Iterable[Gap]:
@@ -182,21 +182,21 @@ def _tail(work: Work, times: Times) -> str:
     return REASONS.get(work.tasks[latest].kind, "for the end")
 
 
-def _peaks(times: Times, holdings: Iterable[Holding], last: float) -> dict[str, float]:
-    changes: dict[str, list[tuple[float, float]]] = {}
+def _peaks(times: Times, holdings: Iterable[Holding]) -> dict[str, float]:
+    """At one moment what earlier tasks hold goes before what later ones take; a task holds even if it takes no time."""
+    changes: dict[str, list[tuple[float, int, int, float]]] = {}
     for held in holdings:
-        end = last if held.until is None else times.end[held.until]
-        if end > times.start[held.since] or held.until is None:
-            changes.setdefault(held.place, []).append((times.start[held.since], held.amount))
-        if held.until is not None and end > times.start[held.since]:
-            changes[held.place].append((end, -held.amount))
+        place = changes.setdefault(held.place, [])
+        place.append((times.start[held.since], held.since, 0, held.amount))
+        if held.until is not None:
+            place.append((times.end[held.until], held.until, 1, -held.amount))
     peaks = {}
-    for place, moments in changes.items():
+    for name, moments in changes.items():
         level = peak = 0.0
-        for _, amount in sorted(moments):  # what ends frees its place before what begins at the same time
+        for *_, amount in sorted(moments):
             level += amount
             peak = max(peak, level)
-        peaks[place] = peak
+        peaks[name] = peak
     return peaks
 
 
