@@ -39,6 +39,7 @@ from ramtorch_lightning.evaluation import evaluate_pipelined, evaluate_whole
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
 from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer
+from ramtorch_lightning.writers import keep_average_on_host
 
 __all__ = ["PipelineStrategy"]
 
@@ -185,6 +186,9 @@ class PipelineStrategy(MicrobatchedStrategy):
         name = type(self.precision_plugin).__name__
         if name in _UNSUPPORTED_PRECISION:
             raise ConfigurationError(f"{name} does not work with PipelineStrategy: use 'bf16-mixed' or '16-mixed'")
+        if self.lightning_module is not None and self._devices is not None and len(self._devices) > 1:
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                keep_average_on_host(callback)  # no single device may hold the whole model
         super().setup_environment()
 
     # ------------------------------------------------------------------ set-up and end

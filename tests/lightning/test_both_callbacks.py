@@ -33,6 +33,8 @@ from lightning.pytorch.utilities.model_summary import summarize
 from offload_cases import Metrics, fit, loader, make_trainer
 from torch.utils.data import DataLoader
 
+from ramtorch_lightning.writers import keep_average_on_host
+
 
 class Thaw(BaseFinetuning):
     """Trains the blocks from the second epoch on."""
@@ -72,6 +74,16 @@ def test_a_callback_does_the_same(name: str, callback: str, tmp_path: Path) -> N
     build = Backbone if callback == "backbone finetuning" else Descent
     options = {"callbacks": lambda: [CALLBACKS[callback]()], "max_epochs": 3, "default_root_dir": tmp_path}
     compare(name, build, **options)
+
+
+@either
+def test_the_second_model_of_weight_averaging_is_kept_on_the_host(name: str) -> None:
+    """By default it goes to the device of the module, which may hold a part of the model only."""
+    averaging, elsewhere = WeightAveraging(), WeightAveraging(device=torch.device("meta"))
+    fit(Descent, strategy_of(name), callbacks=lambda: [averaging], max_epochs=1)
+    assert averaging._device == torch.device("cpu")
+    keep_average_on_host(elsewhere)
+    assert elsewhere._device == torch.device("meta")
 
 
 @either

@@ -267,3 +267,14 @@ def test_modules_that_come_during_a_fit_are_trained(what: str, strategy: str) ->
     }[strategy]
     found, expected = fit(lambda: Growing(what), build()), fit(lambda: Growing(what))
     assert_agree("offload" if strategy == "offload" else "pipeline", outcome(found), outcome(expected))
+
+
+def test_compiled_blocks_of_a_pipeline_train_the_same() -> None:
+    class Compiled(Descent):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.net.blocks:
+                block.compile(backend="eager")
+
+    compare("pipeline", Compiled, max_epochs=1)
+    torch.compiler.reset()
