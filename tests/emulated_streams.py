@@ -296,4 +296,4 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _place() -> str:
     frames = [f for f in traceback.extract_stack() if "ramtorch_core" in f.filename]
-    return " < ".join(f"{f.filename.split('ramtorch_core/')[-1]}:{f.lineno}" for f in reversed(frames[-4:]))
+    return " < ".join(f"{f.name} {f.filename.split('ramtorch_core/')[-1]}:{f.lineno}" for f in reversed(frames[-4:]))

@@ -100,6 +100,29 @@ def test_every_wait_that_is_missing_is_found(name: str, monkeypatch: pytest.Monk
     assert run(case, way, monkeypatch, patch)["races"]
 
 
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("updates", ["host", 1.0])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_in_a_steady_step_the_host_waits_for_the_device_at_the_ends_of_forward_and_backward_only(
+    amp: bool, updates: Any, activations: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until masters may be written, and until small gradients are there; and once for all norms."""
+    case = Case(2, kinds=["Residual"] * 4, amp=amp, updates=updates, activations=activations, clip=clip)
+    case.optimizer, case.resident_below, case.steps = "fused AdamW", 80, 4
+    step, waits = Training.step, []
+
+    def counted(self: Training, index: int) -> None:
+        machine.waits.clear()
+        step(self, index)
+        waits.append([wait.partition(" at ")[2].partition(" ")[0] for wait in machine.waits])
+
+    monkeypatch.setattr(Training, "step", counted)
+    assert run(case, "overlapped", monkeypatch)["races"] == []
+    inside = [place for place in waits[-1] if place]  # the others are the test's own, for its input
+    assert [place for place in inside if place != "let_host_write"] == ["finish"] + ["_on_host"] * (clip is not None)
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_random_cases_have_no_race_and_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw(seed, emulated=True)
