@@ -55,9 +55,11 @@ class Scattered(Chain):
         self._modules["head"] = nn.Linear(WIDTH, 5, bias=False)
         self.head.weight = self.embedding.weight
         self.temperature = nn.Parameter(torch.ones(()))
+        self.late = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
+        x = x + self.late(torch.ones(len(ids), WIDTH, device=ids.device))  # used before its home, all on that device
         kept = []
         for block in self.blocks:
             mask = (torch.arange(WIDTH, device=ids.device) > 2).float()  # on the labels' device

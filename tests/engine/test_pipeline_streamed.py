@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
+from pipeline_programs import Sharing
 from torch import Tensor, nn
 
 from ramtorch_core.engine.lend import is_lent
@@ -171,25 +172,6 @@ def test_weights_shared_between_stages_stay_on_their_devices(streamed: Make) -> 
     runner = streamed(model, chunks=["blocks.*", "embedding", "head"])
     assert {name for name, _ in runner.streamed.chunks} == {f"blocks.{i}" for i in range(4)}
     assert_exact(model, runner)
-
-
-class Sharing(Chain):
-    """Weights that are shared within a chunk, between chunks of a stage, between stages, and before their home."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        for block in (self.blocks[3], self.blocks[8]):
-            block.again = block.up
-        self.blocks[2].up.weight = self.blocks[1].up.weight
-        self.blocks[7].norm.weight = self.blocks[6].norm.weight
-        self.blocks[9].up.weight = self.blocks[0].up.weight
-        self.late = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.late(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.late(x) + self.late(x * x))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -122,17 +122,21 @@ class Frontier(TorchFunctionMode):
         keep: Tensor | None = args[0] if in_place and args and isinstance(args[0], Tensor) else None
         if keep is not None and keep.requires_grad and not keep.is_leaf and microbatch.is_foreign(keep):
             keep = None  # modified in the graph of this stage
+
+        def is_foreign(tensor: Tensor) -> bool:
+            return tensor is not keep and tensor.requires_grad and microbatch.is_foreign(tensor)
+
         mixed = False
         if one_device:
-            found = {t.device for t in _tensors(args, kwargs) if microbatch.owns(t.device)}
-            mixed = len(found) > 1
+            owned = [t for t in _tensors(args, kwargs) if microbatch.owns(t.device)]
+            mixed = len({microbatch.device if is_foreign(t) else t.device for t in owned}) > 1
             if keep is not None:
                 device = keep.device
 
         def local(tensor: Tensor) -> Tensor:
             if tensor is keep:
                 return tensor
-            if tensor.requires_grad and microbatch.is_foreign(tensor):
+            if is_foreign(tensor):
                 tensor = microbatch.bring(tensor, True)
             if mixed and tensor.device != device and microbatch.owns(tensor.device):
                 return microbatch.bring(tensor, False) if device == microbatch.device else tensor.to(device)

@@ -46,6 +46,7 @@ class Microbatch:
         devices: per stage.
         known: ids of tensors that were complete before the step began, beside parameters and buffers.
         ready: per device, an event after the work that was issued before the step.
+        anchor: any tensor that requires grad.
         deferrable: ids of parameters whose gradients are ops of their own; None where backward is whole.
     """
 
@@ -58,6 +59,7 @@ class Microbatch:
         homes: dict[int, int],
         known: set[int],
         ready: dict[torch.device, Event],
+        anchor: Tensor,
         deferrable: frozenset[int] | None = None,
     ) -> None:
         self.index = index
@@ -76,9 +78,9 @@ class Microbatch:
         """Per stage, `Loans.early` when it began: the stage works on leaves of its own instead of these."""
         self._began: list[int] = []
         self._ended: list[Event] = []
-        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._anchor = anchor
         self._deferrable = deferrable
-        self.deferrals = None if deferrable is None else [Deferral(self._anchor) for _ in devices]
+        self.deferrals = None if deferrable is None else [Deferral(anchor) for _ in devices]
         self._arrivals: list[dict[int, Arrival]] = [{} for _ in devices]
         self._casts: dict[tuple[int, int, bool], Tensor] = {}
         self._parcels: dict[tuple[int, int], Parcel] = {}

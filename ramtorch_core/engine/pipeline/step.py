@@ -68,6 +68,7 @@ class Step:
         self.outputs: list[Any] = [None] * len(self.inputs)
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
         self.loans = Loans(homes, devices, links, self.ready, deferrable is not None)
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._several_devices = len(self.ready) > 1
         self._remaining = iter(range(len(self.inputs)))
         self._mutex = threading.Lock()
@@ -120,7 +121,9 @@ class Step:
     def _drive(self, m: int) -> None:
         data, self.inputs[m] = self.inputs[m], None
         known = set(map(id, tensors_in(data)))
-        microbatch = Microbatch(m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.deferrable)
+        microbatch = Microbatch(
+            m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.anchor, self.deferrable
+        )
         _driving.current = (self, microbatch)
         torch.clear_autocast_cache()  # as between the microbatches of plain accumulation
         frontier = Frontier(microbatch, self._several_devices)

@@ -1,0 +1,92 @@
+"""Every tensor is on the device of its stage: forwards over several fake devices, which refuse each other's tensors.
+
+Fake tensors are not made for several threads, so no two ops run at the same time here; and autograd aborts for a device
+without kernels, so there is no backward. `test_pipeline_devices.py` has it, on two devices that are real, in a way.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import batch, batches
+from pipeline_programs import Program, Sharing
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ramtorch_core.engine.pipeline import runner as runners
+from ramtorch_core.engine.pipeline.executor import Executor
+from ramtorch_core.engine.pipeline.runner import PipelineRunner
+from ramtorch_core.engine.pipeline.stages import StageMap
+from ramtorch_core.engine.pipeline.streamed import StreamOptions
+from ramtorch_core.plan.schedule import forward_only
+
+DEVICES = ["twin:0", "twin:1", "twin:2"]
+
+
+def place(stages: StageMap, devices: list[torch.device], aside: Any) -> None:
+    """Like `stages.place`, for devices between which a parameter cannot change in place."""
+    placed: dict[int, nn.Parameter] = {}
+    skipped: set[int] = set()
+    for stage, module in stages.walk():
+        if id(module) in skipped or aside(module):
+            skipped.update(id(m) for m in module.modules())
+            continue
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) not in placed:
+                placed[id(p)] = nn.Parameter(p.detach().to(devices[stage]), requires_grad=p.requires_grad)
+                stages.homes[id(placed[id(p)])] = stage
+            module._parameters[name] = placed[id(p)]
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=devices[stage])
+            stages.homes[id(module._buffers[name])] = stage
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if torch._C._get_privateuse1_backend_name() != "twin":
+        backends = pytest.importorskip("torch.utils.backend_registration")
+        if not hasattr(backends, "_setup_privateuseone_for_python_backend"):
+            pytest.skip("this torch has no backends in Python")
+        backends._setup_privateuseone_for_python_backend("twin")
+    monkeypatch.setattr(runners, "place", place)
+    begin = Executor.__init__
+
+    def exclusive(self: Executor, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self._exclusive = True
+
+    monkeypatch.setattr(Executor, "__init__", exclusive)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def assert_forward_works(model: Any, devices: list[str], items: list[Any], grad: bool, **options: Any) -> None:
+    runner = PipelineRunner(model, devices, **options)
+    try:
+        last = runner.root_device
+        items = [tuple(tensor.to(last) for tensor in item) for item in items]  # as Lightning puts them
+        with torch.set_grad_enabled(grad):
+            plan = forward_only(runner.plan(len(items)))
+            result = runner._executor.run(model.training_step, items, plan)
+        assert {output.device for output in result.outputs} == {last}
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("resident_below", [0, 100, 1 << 20])
+def test_streamed_stages_with_shared_weights(schedule: str, checkpoint: bool, grad: bool, resident_below: int) -> None:
+    stream = StreamOptions(checkpoint=checkpoint, chunks=["blocks.*", "head"], resident_below=resident_below)
+    assert_forward_works(Sharing(), DEVICES[:2], batches(3), grad, schedule=schedule, stream=stream)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_random_programs(number: int) -> None:
+    torch.manual_seed(number)
+    model = Program(number)
+    model.remembers = True  # takes no way that depends on data, which fake tensors do not have
+    cuts = [f"cells.{i}" for i in range(1, model.depth, model.depth // 3)][:2]
+    assert_forward_works(model, DEVICES, [batch(3, m) for m in range(3)], number % 2 == 0, stages=cuts)

@@ -1,0 +1,17 @@
+"""Runs the pipelines' cases on fake devices in a process of their own: registering a device cannot be undone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("pipeline_fake_device_cases.py")
+
+
+@pytest.mark.timeout(240)
+def test_every_tensor_is_on_the_device_of_its_stage() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    child = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, timeout=200)
+    assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
+    assert " passed" in child.stdout
