@@ -201,7 +201,8 @@ class _Walk:
         chunks = self._chunks[op.stage] if op.kind == "F" else self._chunks[op.stage][::-1]
         for position, chunk in enumerate(chunks):
             label = str(op) if len(chunks) == 1 else f"{op}.{chunk}"
-            seconds, needs = self._seconds(op, lane.chunks[chunk]), after if position == 0 else []
+            seconds = self._seconds(op, lane.chunks[chunk], resident=chunk in lane.resident)
+            needs = after if position == 0 else []
             if op.kind == "W":
                 task = lane.step(Kind.WEIGHT, seconds, label, needs)
             else:
@@ -213,13 +214,18 @@ class _Walk:
         self._send(op, device)
         return task
 
-    def _seconds(self, op: Op, cost: ChunkCost) -> float:
+    def _seconds(self, op: Op, cost: ChunkCost, *, resident: bool) -> float:
+        """Compute of an op on one chunk. Weights are cast once per step, gradients for each microbatch."""
+        first = op.microbatch == 0
         if op.kind == "F":
-            return cost.forward
+            return cost.forward + cost.cast * (resident and first)
+        collects = (cost.cast + cost.add * (not first)) * resident
         if self.plan.checkpoint:  # of a recomputed region, nothing is put off
-            return 0.0 if op.kind == "W" else cost.backward + cost.forward
+            again = cost.backward_seconds(checkpoint=True, resident=False) + collects
+            return 0.0 if op.kind == "W" else again
         weight = cost.backward * self.plan.weight_share
-        return {"B": cost.backward, "I": cost.backward - weight, "W": weight}[op.kind]
+        whole = cost.backward + collects
+        return {"B": whole, "I": cost.backward - weight, "W": weight + collects}[op.kind]
 
     def _keep_books(self, device: int, lane: Lane, op: Op, chunk: int, task: int) -> None:
         """What the visit leaves on the GPU: activations, and the gradients of streamed chunks."""
@@ -228,10 +234,10 @@ class _Walk:
             self._forward_of[home] = task
             return
         if op.kind != "W" and plan.checkpoint:
-            lane.hold(cost.kept_bytes, task, task)
+            lane.hold(cost.made_bytes(checkpoint=True), task, task)
         if op.kind == "I":
             return
-        lane.hold(cost.boundary_bytes if plan.checkpoint else cost.kept_bytes, self._forward_of[home], task)
+        lane.hold(cost.held_bytes(plan.checkpoint), self._forward_of[home], task)
         if chunk in lane.resident:
             return
         stays = plan.accumulate is Accumulate.GPU

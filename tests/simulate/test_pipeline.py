@@ -216,6 +216,13 @@ def test_no_schedule_beats_the_time_of_its_work_nor_loses_to_one_microbatch_afte
     assert 3 * m * (1 - 1e-9) <= result.seconds <= 3 * m * p * (1 + 1e-9)
 
 
+def test_resident_weights_are_cast_once_and_gradients_for_each_microbatch() -> None:
+    stages = [[ChunkCost(forward=1, backward=2, cast=0.5, add=0.25)]]
+    resident = simulate_pipeline(gpipe(1, 2), stages, PipelinePlan())
+    assert resident.seconds == 2 * (1 + 2) + 0.5 + 2 * 0.5 + 0.25
+    assert simulate_pipeline(gpipe(1, 2), stages, PipelinePlan(window=1)).seconds == 2 * (1 + 2)
+
+
 def test_prediction_needs_no_backward() -> None:
     result = run(forward_only(staggered_1b1f(3, 5)), kept_bytes=7)
     assert result.seconds == 5 + 2
