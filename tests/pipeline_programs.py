@@ -1,12 +1,13 @@
 """Random programs on random stages, and a model whose chunks share weights in every way."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, Block, Chain
+from pipeline_cases import WIDTH, Block, Chain, accumulate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +191,17 @@ GLUE = [
     "add", "gate", "where", "cat", "write", "out", "views", "dtypes", "detached", "no grad", "borrow",
     "borrow otherwise", "scale", "hook", "hook on an earlier one", "einsum",
 ]  # fmt: skip
+
+
+def runs(model: Program, inputs: list[list[Any]]) -> bool:
+    """Whether plain torch runs the program: it may change what autograd needs, train nothing, or overflow."""
+    plain = copy.deepcopy(model)
+    try:
+        losses = [loss for items in inputs for loss in accumulate(plain, plain.training_step, items)]
+    except RuntimeError:
+        return False
+    gradients = [p.grad.sum() for p in plain.parameters() if p.grad is not None]
+    return bool(torch.stack([*losses, *gradients]).isfinite().all())
 
 
 class Sharing(Chain):

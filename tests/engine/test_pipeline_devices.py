@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, Chain, batches, run
+from pipeline_cases import WIDTH, Chain, batch, batches, run
+from pipeline_programs import Program, runs
 from torch import Tensor, nn
 
 from ramtorch_core.engine.pipeline.executor import Executor
@@ -117,6 +118,28 @@ def test_gradients_are_where_their_parameters_are(
         assert result.gradients[p].device == p.device, name
     assert all(output.device == devices[1].torch for output in result.outputs)
     assert {p.device.type for p in model.parameters()} == {"cpu", "meta"}
+
+
+@pytest.mark.parametrize("schedule", ["staggered_1b1f", "zb_h1"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10])  # 4 copies from `meta` itself
+def test_gradients_of_random_programs_are_where_their_parameters_are(
+    number: int, schedule: str, devices: list[Device]
+) -> None:
+    torch.manual_seed(number)
+    model = Program(number)
+    model.remembers = True  # takes no way that depends on data, which `meta` does not have
+    inputs = [batch(3, m) for m in range(3)]
+    if not runs(model, [inputs]):
+        pytest.skip("plain torch does not run it either")
+    cut = f"cells.{model.depth // 2}"
+    executor = Executor(place(resolve_entries(model, [cut], 2), devices), devices)
+    try:
+        placed = [tuple(tensor.to(devices[1].torch) for tensor in item) for item in inputs]
+        result = run(executor, model.training_step, placed, schedule)
+        assert result.gradients
+        assert all(gradient.device == p.device for p, gradient in result.gradients.items())
+    finally:
+        executor.close()
 
 
 def test_forward_alone(scattered: tuple[Scattered, Executor], devices: list[Device]) -> None:

@@ -4,15 +4,13 @@ python tests/engine/test_pipeline_random.py 1000 2000   # many more programs, by
 """
 
 import contextlib
-import copy
 import random
 import sys
-from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import accumulate, assert_exact, batch
-from pipeline_programs import Program
+from pipeline_cases import assert_exact, batch
+from pipeline_programs import Program, runs
 
 SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
 DTYPES = [None, None, None, torch.bfloat16]
@@ -32,17 +30,6 @@ def check(number: int, schedule: str | None = None) -> None:
     with torch.autocast("cpu", dtype, cache_enabled=False) if dtype else contextlib.nullcontext():
         if runs(model, inputs):
             assert_exact(model, cuts, inputs, schedule)
-
-
-def runs(model: Program, inputs: list[list[Any]]) -> bool:
-    """Whether plain torch runs the program: it may change what autograd needs, train nothing, or overflow."""
-    plain = copy.deepcopy(model)
-    try:
-        losses = [loss for items in inputs for loss in accumulate(plain, plain.training_step, items)]
-    except RuntimeError:
-        return False
-    gradients = [p.grad.sum() for p in plain.parameters() if p.grad is not None]
-    return bool(torch.stack([*losses, *gradients]).isfinite().all())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
