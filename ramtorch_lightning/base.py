@@ -25,10 +25,10 @@ class HostStrategy(SingleDeviceStrategy):
     _alias: type[HostStrategy]  # what LightningCLI finds by that name
 
     @override
-    def setup_environment(self) -> None:
-        if self.lightning_module is not None:
-            _let_see_threads(self.lightning_module.trainer.profiler)  # type: ignore[attr-defined]
-        super().setup_environment()
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if model._trainer is not None:
+            _let_see_threads(model._trainer.profiler)  # type: ignore[attr-defined]  # which begins with the next hook
 
     @override
     @contextlib.contextmanager
