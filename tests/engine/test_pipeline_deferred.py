@@ -116,6 +116,20 @@ def test_terms_of_one_weight_are_added_in_the_order_of_one_graph(
         assert_exact(Mixed(), CUTS, [batches(4, seed=s) for s in range(2)], schedule)
 
 
+def test_a_weight_that_some_microbatches_use_in_a_later_stage_alone(schedule: str) -> None:
+    """Their gradients used to enter `.grad` before those of earlier microbatches that waited for W."""
+
+    class Sometimes(Chain):
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            x = self.blocks[0](x)
+            used = bool(x[0, 0] > 0)
+            x = self.blocks[2](self.blocks[1](x) if used else x)
+            return F.cross_entropy(self.head(self.blocks[3](x)), y) + self.blocks[1].up.weight.pow(2).sum()
+
+    assert_exact(Sometimes(), CUTS, [batches(8, seed=s) for s in range(2)], schedule)
+
+
 @pytest.mark.parametrize("island", [False, True])
 def test_bf16(schedule: str, island: bool) -> None:
     class Islands(Awkward):

@@ -5,7 +5,7 @@ The backward of the stage takes the gradient of the input out of it (I), and the
 own formulas compute both, so they are exact for every such function, with and without autocast.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -80,7 +80,6 @@ class Deferral:
     def __init__(self, anchor: Tensor) -> None:
         self._anchor = anchor
         self._queue: list[Job] = []
-        self._deferred: set[int] = set()
         self._aliases: list[tuple[Tensor, Tensor, int]] = []
         self._first: list[tuple[Tensor, Tensor]] = []
         self._originals: dict[int, Tensor] = {}
@@ -102,7 +101,6 @@ class Deferral:
                 return value
             local = cast(value).detach().requires_grad_()
             weights.append((value, local))
-            self._deferred.add(id(value))
             return local
 
         x = cast(args[0])
@@ -116,7 +114,6 @@ class Deferral:
         """What stands for a deferred weight in one other call; its gradient waits with the others."""
         leaf = torch.nn.Parameter(parameter.detach())
         self._aliases.append((parameter, leaf, number))
-        self._deferred.add(id(parameter))
         self._originals[id(leaf)] = parameter
         return leaf
 
@@ -124,11 +121,16 @@ class Deferral:
         """The parameter for which `weight` stands, else itself."""
         return self._originals.get(id(weight), weight)
 
-    def take(self, returned: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Keep the gradients from later stages that belong to weights deferred here; returns the others."""
+    def take(
+        self, returned: Iterable[tuple[Tensor, Tensor]], deferrable: Container[int]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keep the gradients from later stages that belong to weights whose gradients wait; returns the others.
+
+        Those of weights that this microbatch does not use here wait too: earlier microbatches come first.
+        """
         others: list[tuple[Tensor, Tensor]] = []
         for parameter, gradient in returned:
-            (self._first if id(parameter) in self._deferred else others).append((parameter, gradient))
+            (self._first if id(parameter) in deferrable else others).append((parameter, gradient))
         return others
 
     def finish(self) -> None:

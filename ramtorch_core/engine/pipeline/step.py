@@ -179,9 +179,9 @@ class Step:
             loss.clear()
         roots += microbatch.owed(stage)
         returned = self.loans.returned(stage, m, microbatch.early[stage])
-        if microbatch.deferrals is not None:
+        if microbatch.deferrals is not None and self.deferrable is not None:
             deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
-            returned = deferral.take(returned)
+            returned = deferral.take(returned, self.deferrable)
         roots += returned
         _run_backward(roots, stage, frontier)
         del roots
