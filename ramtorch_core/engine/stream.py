@@ -417,11 +417,13 @@ class Streamer:
             self.updates.wait()
         except Exception:
             log.exception("an update failed: the weights of its chunk are those of before")
-        self.abandon()
-        self.updates.close()
-        self.closed = self._backwards.closed = True
-        self._step_hook.remove()
-        self._entrances.remove()
+        try:
+            self.abandon()
+        finally:  # also if the device has failed, and every call to it raises
+            self.updates.close()
+            self.closed = self._backwards.closed = True
+            self._step_hook.remove()
+            self._entrances.remove()
         self._inventory.release()
         self.gradients.release()
         self._inventory.place_residents(torch.device("cpu"))

@@ -8,6 +8,7 @@ belongs to the submitting thread until it calls `release`, so nobody waits for t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -94,8 +95,7 @@ class Updater:
         """
         with self._changed:
             if self._error is not None:
-                group_update.arrived.synchronize()
-                group_update.finished()
+                _give_back(group_update)
             self._raise()
             self._pending.add(group_update.group)
             self._queue.append(group_update)
@@ -235,9 +235,15 @@ class Updater:
     def _return_queued(self) -> None:
         for dropped in self._queue:
             self._pending.discard(dropped.group)
-            dropped.arrived.synchronize()
-            dropped.finished()
+            _give_back(dropped)
         self._queue.clear()
+
+
+def _give_back(forgotten: GroupUpdate) -> None:
+    """The gradients of an update that will not be made, once they have arrived."""
+    with contextlib.suppress(RuntimeError):  # a device that has failed makes no copies, and was reported
+        forgotten.arrived.synchronize()
+    forgotten.finished()
 
 
 def note_update(done: GroupUpdate) -> None:

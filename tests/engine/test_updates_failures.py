@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import updates_cases
-from stream_cases import assert_same, data, stack, stream
+from stream_cases import assert_same, data, descend, stack, stream
 from torch import Tensor, nn
 from updates_cases import Custom, Gate, backward, plain_steps, slow_down, step, train_on, training, weights
 
 from ramtorch_core import RamtorchError
 from ramtorch_core.engine import updates as engine_updates
+from ramtorch_core.memory.device import Device
 
 
 @pytest.mark.parametrize("run_on", [True, False])
@@ -218,3 +219,23 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class_does_not_wait_for_
             optimizer.step()
         assert engine.updates.updater.updated == 8
     assert_same(weights(engine.root), plain_steps(lambda p: torch.optim.AdamW(p, lr=0.01), 0, 1))
+
+
+def test_where_the_device_has_failed_close_tells_and_leaves_a_plain_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on every call to the device raises."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with training() as (engine, optimizer):
+        step(engine, optimizer)
+        with monkeypatch.context() as patch:
+            for name in ("record", "synchronize", "wait"):
+                patch.setattr(Device, name, fail)
+            with pytest.raises(RuntimeError, match="device-side assert"):
+                engine.close()
+        assert engine.closed
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ramtorch-")]
+        assert not any("forward" in module.__dict__ for module in engine.root.modules())
+        engine.close()
+        descend(engine.root, optimizer, 1)

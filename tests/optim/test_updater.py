@@ -215,3 +215,31 @@ def test_the_updating_thread_itself_may_drop_what_waits(work: Work, monkeypatch:
     work.updater.wait()
     assert sorted(work.finished) == [0, 1]
     assert work.values() == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+class Broken:
+    """The event of a device on which a kernel has failed: from then on every call raises."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    def query(self) -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+
+def test_where_the_device_has_failed_nobody_waits_for_ever(work: Work) -> None:
+    """The thread that updates is the first to hear of a kernel that failed, and finds every other event broken too."""
+    first = Occasion()
+    work.submit(0, arrived=first)
+    assert first.awaited.wait(LIMIT)
+    for index in (1, 2, 3):
+        work.submit(index, arrived=Broken())
+    first.happen()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        work.updater.wait()
+    work.updater.drop()
+    assert sorted(work.finished) == [0, 1, 2, 3]
+    assert not any(map(work.updater.is_pending, work.groups))
+    work.submit(4)
+    work.updater.wait()
+    assert work.values() == [0.0, 1.0, 1.0, 1.0, 0.0]
