@@ -11,23 +11,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ramtorch_core.checks import ACTIVATIONS, check_list, check_modules, check_options
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.modules import ForwardWrapper, tensors_in
 from ramtorch_core.engine.out_of_memory import advise_streaming, advising
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.engine.update_places import UpdateSpec, check_updates
-from ramtorch_core.engine.visits import Activations
-from ramtorch_core.errors import ConfigurationError, RamtorchError
+from ramtorch_core.engine.update_places import UpdateSpec
+from ramtorch_core.errors import ConfigurationError, RamtorchError, shown
 from ramtorch_core.memory.device import Device
 from ramtorch_core.traces import trace
 from ramtorch_core.tuning import Auto, Wish, known_from, tune_lazily
-
-_ACTIVATIONS = {
-    "keep": Activations.KEEP,
-    "checkpoint": Activations.CHECKPOINT,
-    "recompute": Activations.CHECKPOINT,
-}
 
 
 def attach(
@@ -93,7 +87,8 @@ def attach(
     """
     wish = Wish.of(window, pin, activations, gpu_memory)
     known = wish.first()
-    check_options(known["window"], known["pin"], known["activations"], stream_dtype, resident_below, updates)
+    first = known["window"], known["pin"], known["activations"]
+    check_options(*first, stream_dtype, resident_below, updates, kernel, host_memory)
     if wish.open and not training and example is None:
         raise ConfigurationError("without training no optimizer's steps tell when to choose: pass example=, a batch")
     if any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in module.modules()):
@@ -108,7 +103,7 @@ def attach(
         device=Device(device),
         window=known["window"],
         resident=choose_resident(known["pin"], [name for name, _ in found]),
-        activations=_ACTIVATIONS[known["activations"]],
+        activations=ACTIVATIONS[known["activations"]],
         dtypes=StreamDtypes(stream_dtype),
         resident_below=resident_below,
         training=training,
@@ -121,32 +116,6 @@ def attach(
     if wish.open and example is None:
         tune_lazily(streamer, wish)
     return streamer
-
-
-def check_options(
-    window: int,
-    pin: int | Sequence[int] | Sequence[str],
-    activations: str,
-    stream_dtype: torch.dtype | str | Mapping[str, torch.dtype],
-    resident_below: int,
-    updates: UpdateSpec,
-) -> None:
-    """Refuse what no module tree can make work; the arguments are those of `attach`.
-
-    Raises:
-        ConfigurationError: an argument that cannot work.
-        TypeError: `updates` is of another type.
-    """
-    if type(window) is not int or window < 1:
-        raise ConfigurationError(f"window={window!r}: at least 1 slot is needed; 2 let copies overlap compute")
-    if isinstance(pin, int) and pin < 0:
-        raise ConfigurationError(f"pin={pin}: the number of resident chunks cannot be negative; use 0 for none")
-    if activations not in _ACTIVATIONS:
-        raise ConfigurationError(f"activations={activations!r}: use one of {', '.join(map(repr, _ACTIVATIONS))}")
-    if resident_below < 0:
-        raise ConfigurationError(f"resident_below={resident_below} bytes is negative; use 0 to stream everything")
-    StreamDtypes(stream_dtype)
-    check_updates(updates)
 
 
 class OffloadResult:
@@ -206,11 +175,11 @@ class OffloadModel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        modules = list(chunks)
+        modules = check_modules("chunks", chunks)
         if not modules:
             raise ConfigurationError("chunks is empty: pass at least one module")
-        if keep_activations not in (True, False, "checkpoint"):
-            raise ConfigurationError(f"keep_activations={keep_activations!r}: use True, False or 'checkpoint'")
+        if not isinstance(keep_activations, bool) and keep_activations != "checkpoint":
+            raise ConfigurationError(f"keep_activations={shown(keep_activations)}: use True, False or 'checkpoint'")
         for index, chunk in enumerate(modules):
             self.add_module(str(index), chunk)
         self._count = len(modules)
@@ -327,11 +296,12 @@ class OffloadModel(nn.Module):
             parameter.grad = grad
 
 
-def _pinned(layers: Sequence[int], modules: Sequence[nn.Module], distinct: Sequence[nn.Module]) -> list[int]:
+def _pinned(layers: Any, modules: Sequence[nn.Module], distinct: Sequence[nn.Module]) -> list[int]:
     """The positions among `distinct` of the chunks that have weights to pin."""
+    layers = check_list("pin_layers", layers, "indices")
     for layer in layers:
-        if not 0 <= layer < len(modules):
-            raise ConfigurationError(f"pin_layers: {layer} is out of range for {len(modules)} chunks")
+        if not isinstance(layer, int) or not 0 <= layer < len(modules):
+            raise ConfigurationError(f"pin_layers: {shown(layer)} is out of range for {len(modules)} chunks")
     return [position for position, chunk in enumerate(distinct) if any(modules[layer] is chunk for layer in layers)]
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core.checks import check_list, check_modules, check_options
 from ramtorch_core.engine.pipeline.executor import StepResult
 from ramtorch_core.engine.pipeline.runner import (
     PipelineRunner,
@@ -19,8 +20,7 @@ from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, spli
 from ramtorch_core.engine.pipeline.stages import StageRow
 from ramtorch_core.engine.pipeline.steps import Autocast, Chain, GradOutputs, LossFunction, Steps
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
-from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.offload import check_options
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.schedules import AutoSchedule
 from ramtorch_core.traces import trace
 
@@ -53,7 +53,8 @@ def stream_options(
     Raises:
         ConfigurationError: an argument that cannot work.
     """
-    check_options(window, pin, activations, more.get("stream_dtype", "auto"), more.get("resident_below", 0), "host")
+    given = more.get("stream_dtype", "auto"), more.get("resident_below", 0)
+    check_options(window, pin, activations, *given, "host", host_memory=more.get("host_memory"))
     return StreamOptions(window, pin, checkpoint=activations == "checkpoint", **more)
 
 
@@ -113,16 +114,22 @@ class Pipeline:
     ) -> None:
         if (stage_modules is None) == (chunk_modules is None):
             raise ConfigurationError("a pipeline is made of either stage_modules or chunk_modules: pass one of them")
-        stream = None
+        stream = stream_options(window, pin, activations)  # refused, whether or not it is used
         if chunk_modules is not None:
-            stage_modules = [Chain(chunks) for chunks in chunk_modules]
-            chunks = [chunk for stage in chunk_modules for chunk in stage if any(True for _ in chunk.parameters())]
+            listed = check_list("chunk_modules", chunk_modules, "lists of modules, one per device,")
+            stages = [check_modules("chunk_modules", chunks) for chunks in listed]
+            chunks = [chunk for stage in stages for chunk in stage if any(True for _ in chunk.parameters())]
             stream = stream_options(window, pin, activations, chunks=list(dict.fromkeys(chunks)), resident_below=0)
+            stage_modules = [Chain(stage) for stage in stages]
         assert stage_modules is not None
-        if len(stage_modules) != len(devices):
-            raise ConfigurationError(f"{len(stage_modules)} stages for {len(devices)} devices: give one for each")
+        stage_modules = check_modules("stage_modules", stage_modules)
+        places = resolve_devices(devices)
+        if len(stage_modules) != len(places):
+            given = "stage_modules" if chunk_modules is None else "chunk_modules"
+            raise ConfigurationError(f"{given}: {len(stage_modules)} stages for {len(places)} devices; give one each")
         chain = Chain(stage_modules)
-        runner = PipelineRunner(chain, devices, stages=list(stage_modules[1:]), stream=stream)
+        streamed = stream if chunk_modules is not None else None
+        runner = PipelineRunner(chain, devices, stages=list(stage_modules[1:]), stream=streamed)
         self._steps, self._auto = Steps(chain, runner, autocast), AutoSchedule(runner)
 
     def step(
@@ -221,6 +228,9 @@ class PipelineModel(nn.Module):
         if example is not None:
             try:
                 self._steps.infer(example, 1, False)
+            except ConfigurationError as error:
+                self.close()
+                raise ConfigurationError(f"example={shown(example)}: {error}") from error
             except BaseException:
                 self.close()
                 raise

@@ -90,7 +90,7 @@ class AutoSchedule:
     def around(self, spec: ScheduleSpec, microbatches: int) -> Iterator[ScheduleSpec]:
         """Around a training step; what is inside takes the schedule that this yields, `spec` unless that is "auto"."""
         with advising_pipeline(self._runner, microbatches):
-            if spec != AUTO:
+            if not isinstance(spec, str) or spec != AUTO:
                 yield spec
             elif self.done or self._steps < WARM_UP:
                 yield self

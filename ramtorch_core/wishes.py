@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
 
 __all__ = ["Auto", "Wish", "bytes_of"]
 
@@ -30,9 +30,9 @@ def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
             nbytes = size
         else:
             raise KeyError
-    except (KeyError, ValueError):
+    except (KeyError, OverflowError, ValueError):
         units = ", ".join(_UNITS)
-        raise ConfigurationError(f"{name}={size!r}: give bytes, or a number of {units}, as in '24GB'") from None
+        raise ConfigurationError(f"{name}={shown(size)}: give bytes, or a number of {units}, as in '24GB'") from None
     if nbytes <= 0:
         raise ConfigurationError(f"{name}={size!r}: it must be more than 0 bytes")
     return nbytes

@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from ramtorch_core import ConfigurationError, Streamer
+from ramtorch_core.errors import check_count, check_function
 from ramtorch_core.pipeline import batch_size
 from ramtorch_core.traces import FOR_GRADIENTS, FOR_STAGE, FOR_TRANSFER, FOR_UPDATE, Kind, Listener, Mark, Range
 from ramtorch_lightning._lightning import pl
@@ -44,10 +45,10 @@ class _Monitor(pl.Callback):
         progress_bar: bool = False,
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigurationError(
-                f"every_n_steps={every_n_steps}: figures are logged every so many batches, 1 or more"
-            )
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps)
+        if tokens is not None:
+            check_function("tokens", tokens, "from a batch to its number of tokens")
         self._every, self._progress_bar, self._tokens = every_n_steps, progress_bar, tokens
         self._listeners: list[Listener] = []
         self._forget()

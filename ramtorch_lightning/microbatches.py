@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ramtorch_core import ConfigurationError
+from ramtorch_core.errors import check_function, shown
 from ramtorch_core.pipeline import StepResult, batch_size, sizes_of, split
 from ramtorch_lightning._lightning import is_overridden, pl, rank_zero_warn
 from ramtorch_lightning.base import HostStrategy
@@ -44,7 +45,9 @@ class MicrobatchedStrategy(HostStrategy):
 
     def _configure_microbatches(self, count: int, split_fn: SplitFn | None) -> None:
         if type(count) is not int or count < 1:
-            raise ConfigurationError(f"n_microbatches={count!r}: at least 1 is needed")
+            raise ConfigurationError(f"n_microbatches={shown(count)}: at least 1 is needed")
+        if split_fn is not None:
+            check_function("split_fn", split_fn, "(batch, n) -> list of microbatches")
         self._microbatches, self._split_fn = count, split_fn
         self._told: set[str] = set()
 
@@ -93,9 +96,10 @@ class MicrobatchedStrategy(HostStrategy):
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches of `batch`, and their sizes."""
         if self._split_fn is not None:
-            parts = list(self._split_fn(batch, self._microbatches))
+            given: Any = self._split_fn(batch, self._microbatches)
+            parts = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Tensor) else []
             if not parts:
-                raise ConfigurationError("split_fn returned no microbatch")
+                raise ConfigurationError(f"split_fn returned {shown(given)}: a list of microbatches is needed")
             sizes = [size if isinstance(size := batch_size(part), int) else 1 for part in parts]
             return parts, sizes
         size = batch_size(batch)

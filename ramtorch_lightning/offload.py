@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from ramtorch_core import ChunkRow, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
 from ramtorch_core.advice import advise
-from ramtorch_core.offload import check_options
+from ramtorch_core.checks import check_options, parse_device
+from ramtorch_core.errors import check_choice
 from ramtorch_core.tuning import Auto, Wish
 from ramtorch_lightning._lightning import (
     Accelerator,
@@ -33,6 +34,7 @@ from ramtorch_lightning.refusals import (
     allow_clipping,
     check_agreement,
     check_optimizer,
+    check_plugins,
     check_precision,
     check_single_process,
     devices_were_automatic,
@@ -109,7 +111,8 @@ class OffloadStrategy(WaitingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        check_plugins(accelerator, checkpoint_io, precision_plugin)
+        chosen = parse_device("cpu" if device is None else device)
         super().__init__(
             device=chosen,
             accelerator=accelerator,
@@ -118,9 +121,9 @@ class OffloadStrategy(WaitingStrategy):
         )
         self._wish = Wish.of(window, pin, activations, gpu_memory)
         first = self._wish.first()
-        check_options(first["window"], first["pin"], first["activations"], stream_dtype, resident_below, updates)
-        if gradients not in ("auto", "published"):
-            raise ConfigurationError(f"gradients={gradients!r}: use 'auto' or 'published'")
+        knobs = first["window"], first["pin"], first["activations"]
+        check_options(*knobs, stream_dtype, resident_below, updates, kernel, host_memory)
+        check_choice("gradients", gradients, ("auto", "published"))
         if gradients == "published" and updates != "host":
             raise ConfigurationError(f"gradients='published' leaves no updates to updates={updates!r}: leave one out")
         self._configure_microbatches(n_microbatches, split_fn)

@@ -13,6 +13,8 @@ from typing_extensions import override
 
 from ramtorch_core import ConfigurationError, format_rows
 from ramtorch_core.advice import advise_pipeline
+from ramtorch_core.checks import check_device_weights
+from ramtorch_core.errors import check_choice
 from ramtorch_core.pipeline import (
     PipelineRunner,
     StageRow,
@@ -38,7 +40,7 @@ from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.evaluation import evaluate_pipelined, evaluate_whole
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
-from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer
+from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer, check_plugins
 from ramtorch_lightning.writers import keep_average_on_host
 
 __all__ = ["PipelineStrategy"]
@@ -111,29 +113,34 @@ class PipelineStrategy(MicrobatchedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        check_plugins(accelerator, checkpoint_io, precision_plugin)
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._configure_microbatches(n_microbatches, split_fn)
-        if evaluate not in ("pipelined", "whole"):
-            raise ConfigurationError(f"evaluate={evaluate!r}: use 'pipelined' or 'whole'")
+        check_choice("evaluate", evaluate, ("pipelined", "whole"))
+        check_choice("balance", balance, ("parameters", "memory"))
+        if device_weights is not None:
+            check_device_weights(device_weights)
         self._devices = None if devices is None else resolve_devices(devices)
-        self._schedule = FIRST if schedule == AUTO else schedule
-        self._auto_schedule, self._gpu_memory = schedule == AUTO, None if gpu_memory is None else bytes_of(gpu_memory)
-        if gpu_memory is not None and schedule != AUTO:
+        self._auto_schedule = isinstance(schedule, str) and schedule == AUTO
+        self._schedule: ScheduleSpec = FIRST if self._auto_schedule else schedule
+        self._gpu_memory = None if gpu_memory is None else bytes_of(gpu_memory)
+        if gpu_memory is not None and not self._auto_schedule:
             raise ConfigurationError(f"gpu_memory={gpu_memory!r} limits what schedule='auto' chooses, and it is given")
         self._stages = stages
         self._balance = balance
         self._device_weights = device_weights
         self._evaluate = evaluate
         self._chunks = chunks
-        self._streaming: dict[str, Any] | None = None
-        if window is None and (pin or chunks is not None or activations != "checkpoint" or host_memory is not None):
+        pins: Any = pin
+        unpinned = isinstance(pins, int | Sequence) and not pins
+        if window is None and not (unpinned and chunks is None and activations == "checkpoint" and host_memory is None):
             raise ConfigurationError(
                 "pin, chunks, activations and host_memory are of stages that stream, and none does: pass window=2"
             )
-        if window is not None:
-            self._streaming = {"resident_below": resident_below, "host_memory": host_memory}
-            self._streaming |= {"window": window, "pin": pin, "activations": activations}
-            stream_options(**self._streaming)  # refuses what cannot work
+        streaming: dict[str, Any] = {"resident_below": resident_below, "host_memory": host_memory}
+        streaming |= {"window": 2 if window is None else window, "pin": pin, "activations": activations}
+        stream_options(**streaming)  # refuses what cannot work
+        self._streaming = None if window is None else streaming
         self._runner: PipelineRunner | None = None
         self._scheduled: ScheduledRunner | None = None
         self._need_graphs: set[str] = set()  # the evaluation steps that compute gradients
@@ -172,7 +179,8 @@ class PipelineStrategy(MicrobatchedStrategy):
     def _choose_root(self) -> None:
         """The root device is the last stage's, where labels, loss and metrics belong. Refuses a schedule early."""
         assert self._devices is not None
-        schedule = plan_schedule(self._schedule, len(self._devices), self._microbatches)
+        named = isinstance(self._schedule, str)  # those can run with any number of microbatches
+        schedule = plan_schedule(self._schedule, len(self._devices), 1 if named else self._microbatches)
         self._root_device = self._devices[schedule.placement[-1]].torch
 
     @override
@@ -215,8 +223,8 @@ class PipelineStrategy(MicrobatchedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.runner.streamed is not None:
-            self.runner.streamed.refresh()
+        if self._runner is not None and self._runner.streamed is not None:
+            self._runner.streamed.refresh()
         return output
 
     @override
@@ -278,6 +286,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         module = self.lightning_module
         assert module is not None
         with self.precision_plugin.train_step_context():
+            if self._runner is None:  # before the Trainer's set-up or after its end: an ordinary module
+                return module.training_step(*args, **kwargs)
             if not module.automatic_optimization:
                 with self.runner.transparent():
                     return module.training_step(*args, **kwargs)

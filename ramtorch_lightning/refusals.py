@@ -12,13 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from ramtorch_core import ConfigurationError
-from ramtorch_lightning._lightning import Precision
+from ramtorch_core.errors import shown
+from ramtorch_lightning._lightning import Accelerator, CheckpointIO, Precision
 
 __all__ = [
     "allow_clipping",
     "check_agreement",
     "check_fused",
     "check_optimizer",
+    "check_plugins",
     "check_precision",
     "check_single_process",
     "devices_were_automatic",
@@ -35,6 +37,22 @@ _OPTIMIZERS = {
     "apex": "its kernels run on the GPU only",
     "deepspeed": "it keeps masters of its own",
 }
+
+
+def check_plugins(accelerator: object, checkpoint_io: object, precision_plugin: object) -> None:
+    """Refuse what is no object of Lightning's; names are for the Trainer.
+
+    Raises:
+        ConfigurationError: one of them is.
+    """
+    kinds = {"accelerator": Accelerator, "checkpoint_io": CheckpointIO, "precision_plugin": Precision}
+    given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
+    for name, kind in kinds.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise ConfigurationError(
+                f"{name}={shown(given[name])}: give a {kind.__name__} of Lightning's, or leave it out; "
+                f"Trainer(accelerator=, precision=) takes names"
+            )
 
 
 def check_single_process(strategy: str) -> None:

@@ -15,7 +15,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 
@@ -58,7 +58,7 @@ def find_chunks(root: nn.Module, spec: ChunkSpec, *, resident_below: int) -> lis
     elif isinstance(spec, str) and spec == "leaves":
         stands = (tree.stand_in(module) for module in tree.modules if owns_parameters(module))
         chosen = {stand for stand in stands if stand is not None}
-    elif isinstance(spec, Iterable) and not isinstance(spec, str | type | nn.Module):
+    elif _is_list(spec):
         entries = list(spec)
         if not entries:
             raise ConfigurationError("chunks: an empty list selects nothing; use None to find chunks automatically")
@@ -86,7 +86,7 @@ def choose_resident(pin: int | Sequence[int] | Sequence[str], names: Sequence[st
         TypeError: anything else.
     """
     n = len(names)
-    if isinstance(pin, Iterable):
+    if isinstance(pin, str) or _is_list(pin):
         chosen: set[int] = set()
         for entry in [pin] if isinstance(pin, str) else pin:
             chosen.update(named_chunks(entry, names, "pin") if isinstance(entry, str) else [_resident_index(entry, n)])
@@ -97,6 +97,12 @@ def choose_resident(pin: int | Sequence[int] | Sequence[str], names: Sequence[st
     if k > n:
         warnings.warn(f"pin={k} exceeds the number of chunks, {n}: all of them stay resident", stacklevel=2)
     return spread(k, n)
+
+
+def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether it is a collection of entries, and neither an entry itself nor a number (a tensor may be one)."""
+    entry = isinstance(value, str | type | nn.Module) or hasattr(value, "__index__")
+    return isinstance(value, Iterable) and not entry
 
 
 def _as_index(value: object) -> int:

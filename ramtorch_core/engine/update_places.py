@@ -11,7 +11,7 @@ import torch
 from ramtorch_core.engine.census import STREAMS, Chunk
 from ramtorch_core.engine.chunks import named_chunks
 from ramtorch_core.engine.rates import Rates
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.plan import placement
 
@@ -47,8 +47,9 @@ def check_updates(updates: UpdateSpec) -> None:
         ConfigurationError: an unknown word, or a share that is not between 0 and 1.
         TypeError: neither a word, nor a number, nor names.
     """
-    if isinstance(updates, bool) or not isinstance(updates, str | int | float | Sequence):
-        raise TypeError(f"updates={updates!r}: use 'host', 'auto', a share, or a list of chunks' names")
+    named = isinstance(updates, Sequence) and all(isinstance(name, str) for name in updates)
+    if isinstance(updates, bool) or not (named or isinstance(updates, str | int | float)):
+        raise TypeError(f"updates={shown(updates)}: use 'host', 'auto', a share, or a list of chunks' names")
     if isinstance(updates, str) and updates not in ("host", "auto"):
         raise ConfigurationError(f"updates={updates!r}: use 'host', 'auto', a share, or a list of chunks' names")
     if isinstance(updates, int | float) and not 0.0 <= updates <= 1.0:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch._guards import detect_fake_mode
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.memory.ranges import Mark, Moment, Ranges
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,21 @@ class _Timed:
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
+def parse_device(device: object) -> torch.device:
+    """What torch makes of `device`, whether or not this machine has it; an index is that of a CUDA device.
+
+    Raises:
+        ConfigurationError: nothing.
+    """
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
+        hint = "use 'cpu', 'cuda', 'cuda:<index>', an index, or a torch.device"
+        raise ConfigurationError(f"device={shown(device)}: {hint}") from None
+
+
 class Device:
     """One compute device; a CUDA device with streams, or a CPU (or fake) device without.
 
@@ -73,7 +88,7 @@ class Device:
     """
 
     def __init__(self, device: torch.device | str | int) -> None:
-        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        resolved = parse_device(device)
         self.fake = detect_fake_mode() is not None
         if resolved.type not in ("cpu", "cuda") and not self.fake:
             raise ConfigurationError(f"device '{resolved}' is not supported: use 'cpu' or 'cuda:<index>'")

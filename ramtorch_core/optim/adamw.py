@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ramtorch_core.errors import ConfigurationError, check_choice, check_number, shown
 from ramtorch_core.memory.weights import as_vector, dense_stride
 from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, adam_rates, takes
 from ramtorch_core.optim.rounding import derive_key, random_bits, store
@@ -86,6 +87,7 @@ class AdamW(Optimizer):
             "seed": seed,
             "kernel": kernel,
         }
+        check_parameters(params)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -277,15 +279,43 @@ def _check(group: Mapping[str, Any]) -> None:
     for parameter in group["params"]:
         if parameter.dtype not in _DTYPES:
             raise TypeError(_refusal(parameter.dtype, torch.strided))
-    lr, betas, eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-    if not (lr >= 0.0 and eps >= 0.0 and weight_decay >= 0.0):
-        raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay}: none may be negative")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: both must be at least 0 and less than 1")
+    check_rates(group)
     if group["moments"] not in _DTYPES:
-        raise ValueError(f"moments={group['moments']}: use torch.float32 or torch.bfloat16")
-    if group["kernel"] not in ("auto", "torch"):
-        raise ValueError(f"kernel={group['kernel']!r}: use 'auto' or 'torch'")
+        raise ConfigurationError(f"moments={shown(group['moments'])}: use torch.float32 or torch.bfloat16")
+    if not isinstance(group["seed"], int):
+        raise ConfigurationError(f"seed={shown(group['seed'])}: a whole number is needed")
+    check_choice("kernel", group["kernel"], ("auto", "torch"))
+
+
+def check_rates(group: Mapping[str, Any]) -> None:
+    """Refuse options with which no Adam can step.
+
+    Raises:
+        ConfigurationError: lr, betas, eps or weight_decay is no number, or out of range.
+    """
+    lr, betas = group["lr"], group["betas"]
+    check_number("lr", float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    for name in ("eps", "weight_decay"):
+        check_number(name, group[name])
+    pair = (
+        isinstance(betas, Sequence)
+        and len(betas) == 2
+        and all(isinstance(beta, int | float | Tensor) for beta in betas)
+    )
+    if not pair or not all(bool((beta >= 0.0) & (beta < 1.0)) for beta in betas):
+        raise ConfigurationError(f"betas={shown(betas)}: two numbers of at least 0 and less than 1 are needed")
+
+
+def check_parameters(params: object) -> None:
+    """Refuse what is no collection of parameters; torch looks into it.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(params, str | nn.Module) or not isinstance(params, Iterable):
+        raise ConfigurationError(
+            f"params={shown(params)}: give parameters, as in model.parameters(), or groups of them"
+        )
 
 
 def _refusal(dtype: torch.dtype, layout: torch.layout) -> str:

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.homes import Homes
 from ramtorch_core.memory.weights import as_vector, dense_stride
+from ramtorch_core.optim.adamw import check_parameters, check_rates
 from ramtorch_core.optim.pieces import Route, Row, check_piece_bytes, cut, fused_options
 
 SLOTS = 2
@@ -61,6 +62,8 @@ class OffloadAdamW(torch.optim.AdamW):
         device: torch.device | str | int = "cuda",
         piece_bytes: int = 1 << 24,
     ) -> None:
+        check_parameters(params)
+        check_rates({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         check_piece_bytes(piece_bytes)
         self._device, self._piece_bytes = Device(device), piece_bytes
         self._homes = Homes(self._device)

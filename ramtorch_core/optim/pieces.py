@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned
 from ramtorch_core.optim.compiled import adam_rates
@@ -69,14 +70,14 @@ def cut(rows: Sequence[Row], piece_bytes: int) -> Iterator[list[Slice]]:
         yield piece
 
 
-def check_piece_bytes(piece_bytes: int) -> None:
+def check_piece_bytes(piece_bytes: Any) -> None:
     """Refuse a size at which rows cannot be cut.
 
     Raises:
-        ValueError: it is no multiple of `ALIGNMENT`.
+        ConfigurationError: it is no multiple of `ALIGNMENT`, or more than a terabyte.
     """
-    if piece_bytes < ALIGNMENT or piece_bytes % ALIGNMENT:
-        raise ValueError(f"piece_bytes={piece_bytes}: it must be a multiple of {ALIGNMENT}")
+    if not isinstance(piece_bytes, int) or not ALIGNMENT <= piece_bytes <= 1 << 40 or piece_bytes % ALIGNMENT:
+        raise ConfigurationError(f"piece_bytes={shown(piece_bytes)}: it must be a multiple of {ALIGNMENT}, up to 2**40")
 
 
 @dataclass(eq=False, slots=True)

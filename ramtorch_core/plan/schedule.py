@@ -11,9 +11,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
+from ramtorch_core.plan.size import check_size
 
 __all__ = [
     "ALIASES",
@@ -127,9 +128,9 @@ class Schedule:
         if not home:
             raise ConfigurationError(f"schedule {name!r} has no ops")
         stages = max(home) + 1
-        missing = [s for s in range(stages) if s not in home]
-        if missing:
-            raise ConfigurationError(f"schedule {name!r} has {stages} stages but no op of stage {missing[0]}")
+        if len(home) < stages:
+            missing = next(s for s in range(stages) if s not in home)
+            raise ConfigurationError(f"schedule {name!r} has {stages} stages but no op of stage {missing}")
         microbatches = max(op.microbatch for lane in rows for op in lane) + 1
         return cls(name, microbatches, tuple(home[s] for s in range(stages)), rows)
 
@@ -276,16 +277,14 @@ ALIASES = {"1f1b": "staggered_1b1f"}
 def build(name: str, devices: int, microbatches: int) -> Schedule:
     """The schedule called `name` for so many devices and microbatches.
 
-    Raises `ConfigurationError` for an unknown name, or for counts below one.
+    Raises `ConfigurationError` for an unknown name, for counts below one, or for more than `MAX_OPS` ops.
     """
-    builder = SCHEDULES.get(ALIASES.get(name, name))
+    word: Any = name
+    builder = SCHEDULES.get(ALIASES.get(word, word)) if isinstance(word, str) else None
     if builder is None:
         known = ", ".join(sorted([*SCHEDULES, *ALIASES]))
-        raise ConfigurationError(f"no pipeline schedule is called {name!r}; there are {known}")
-    if devices < 1 or microbatches < 1:
-        raise ConfigurationError(
-            f"a pipeline needs at least 1 device and 1 microbatch, got {devices} and {microbatches}"
-        )
+        raise ConfigurationError(f"no pipeline schedule is called {shown(name)}; there are {known}")
+    check_size(devices, microbatches)
     return builder(devices, microbatches)
 
 

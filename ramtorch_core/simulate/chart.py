@@ -113,8 +113,9 @@ def plot(line: Timeline, path: str, title: str = "") -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=8, frameon=False)
     try:
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigurationError(f"the chart cannot be written to {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"the chart cannot be written to {path}: {reason}") from error
 
 
 HATCHES = {Cause.STALL: "xxx", Cause.BUBBLE: "..."}

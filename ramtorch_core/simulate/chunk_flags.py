@@ -10,7 +10,7 @@ from typing import Any
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.costs import ChunkCost, Machine, chunk_cost
-from ramtorch_core.simulate.options import amounts, count, listed, number
+from ramtorch_core.simulate.options import amounts, check_amounts, count, listed, number
 
 TIMES = {
     "tf": ("forward", "forward of a chunk"),
@@ -19,6 +19,7 @@ TIMES = {
     "td2h": ("gradient", "copy of its gradient to the host"),
     "tupdate": ("update", "its optimizer update on the host"),
 }
+MAX_CHUNKS = 20_000
 DEFAULTS = {"tf": 1.0, "tb": 2.0}
 BYTES = {
     "weight_bytes": "of a slot, as weights cross PCIe",
@@ -57,9 +58,16 @@ def add_chunk_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
-    """The machine that the flags describe."""
+    """The machine that the flags describe.
+
+    Raises:
+        ConfigurationError: a rate or size that is not positive and finite.
+    """
     scales = {"h2d": 1e9, "d2h": 1e9, "both_ways": 1e9, "host_memory": 1e9, "host_update": 1e-9, "gpu_update": 1e-9}
     given = {name: getattr(arguments, name) for name in scales}
+    for name, value in {**given, "gpu_memory": arguments.gpu_memory}.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigurationError(f"{name}={value:g}: it must be positive and finite; leave it out for no limit")
     known = {name: value * scales[name] for name, value in given.items() if value is not None}
     return Machine(gpu_bytes=None if arguments.gpu_memory is None else arguments.gpu_memory * 1e9, **known)
 
@@ -75,11 +83,12 @@ def chunks_of(arguments: argparse.Namespace, machine: Machine, knobs: Mapping[st
     layers = knobs["layers"]
     if layers < 1:
         raise ConfigurationError(f"layers={layers}: there is nothing to simulate; give at least 1")
+    if layers > MAX_CHUNKS:
+        raise ConfigurationError(f"layers={layers:,}: at most {MAX_CHUNKS:,} are simulated")
 
     def each(flag: str, values: Sequence[float] | None) -> Sequence[float | None]:
-        if values is not None and min(values) < 0:
-            name = flag.replace("_", "-")
-            raise ConfigurationError(f"--{name} {min(values):g}: it cannot be negative; use 0 for what takes nothing")
+        if values is not None:
+            check_amounts(flag.replace("_", "-"), values)
         if values is None or len(values) == 1:
             return [None if values is None else values[0]] * layers
         if len(values) != layers:
@@ -132,6 +141,8 @@ def _from_file(path: str, machine: Machine) -> list[ChunkCost]:
             raise ConfigurationError(
                 f"{path}, entry {position}: count={entry['count']}; it must be a whole number, 1 or more"
             )
+        if entry.get("count", 1) + len(chunks) > MAX_CHUNKS:
+            raise ConfigurationError(f"{path}, entry {position}: these are more than {MAX_CHUNKS:,} chunks")
         missing = [name for name in ("forward", "backward") if name not in entry]
         if missing:
             raise ConfigurationError(f"{path}, entry {position}: {missing[0]} is missing, in seconds per microbatch")

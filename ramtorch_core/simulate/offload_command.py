@@ -10,7 +10,7 @@ from typing import Any
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate import options
 from ramtorch_core.simulate.choose import Choice, choose, describe
-from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
+from ramtorch_core.simulate.chunk_flags import MAX_CHUNKS, SWEPT, add_chunk_flags, chunks_of, machine_of
 from ramtorch_core.simulate.costs import Machine, StepCost
 from ramtorch_core.simulate.options import Row, count, listed, number, one_of
 from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
@@ -26,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pin(text: str) -> int | tuple[int, ...]:
-    return tuple(range(count(text[5:]))) if text.startswith("first") else count(text)
+    if not text.startswith("first"):
+        return count(text)
+    first = count(text[5:])
+    if not 0 <= first <= MAX_CHUNKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not first0 to first{MAX_CHUNKS}")
+    return tuple(range(first))
 
 
 def _parser() -> argparse.ArgumentParser:

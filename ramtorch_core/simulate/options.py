@@ -70,6 +70,21 @@ def one_of(*names: str) -> Callable[[str], str]:
     return convert
 
 
+def check_amounts(flag: str, values: Sequence[float]) -> None:
+    """Refuse times and sizes that cannot be.
+
+    Args:
+        flag: that gave them.
+
+    Raises:
+        ConfigurationError: one is negative, or not finite.
+    """
+    for value in values:
+        if not 0 <= value < float("inf"):
+            reason = "it cannot be negative; use 0 for what takes nothing" if value < 0 else "it must be finite"
+            raise ConfigurationError(f"--{flag} {value:g}: {reason}")
+
+
 def listed(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Values separated by commas: each is simulated."""
 
@@ -104,8 +119,12 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def main(body: Callable[[Sequence[str]], None], program: str, argv: Sequence[str] | None) -> int:
     """Run a command; what the user got wrong becomes one line on stderr and exit code 2."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        body(_attached(sys.argv[1:] if argv is None else argv))
+        for word in words:
+            if word.startswith("--") and word.endswith("--"):  # argparse would take the value for none at all
+                raise ConfigurationError(f"{word}: write --flag value, or --flag=value")
+        body(_attached(words))
     except (ConfigurationError, PlanError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
@@ -119,6 +138,8 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, **more: object) 
     """Print the table and the chart of the fastest row that fits, or JSON; draw a PNG if asked."""
     if arguments.width < 20:
         raise ConfigurationError(f"width={arguments.width}: a chart needs at least 20 columns")
+    if arguments.width > 1000:
+        raise ConfigurationError(f"width={arguments.width}: a chart has at most 1000 columns")
     fitting = [i for i, row in enumerate(rows) if row.knobs.get("fits") != "no"]
     best = min(fitting, key=lambda i: rows[i].figures["seconds"])
     varied = {key for row in rows for key in row.knobs if key != "fits" and row.knobs[key] != rows[0].knobs[key]}

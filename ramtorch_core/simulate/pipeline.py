@@ -46,8 +46,8 @@ class PipelinePlan:
     def __post_init__(self) -> None:
         if not 0 <= self.weight_share <= 1:
             raise ConfigurationError(f"weight_share={self.weight_share}: a part of the backward is between 0 and 1")
-        if self.send < 0:
-            raise ConfigurationError(f"send={self.send} seconds: times cannot be negative; use 0 for no link")
+        if not 0 <= self.send < float("inf"):
+            raise ConfigurationError(f"send={self.send} seconds: it must be finite and not negative; use 0 for no link")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.partition import partition
 from ramtorch_core.simulate import options
 from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
-from ramtorch_core.simulate.options import Row, count, listed, one_of
+from ramtorch_core.simulate.options import Row, check_amounts, count, listed, one_of
 from ramtorch_core.simulate.pipeline import PipelinePlan, simulate_pipeline
 from ramtorch_core.simulate.schedule_command import add_schedule_flags, figures, named, schedules
 from ramtorch_core.simulate.steps import Accumulate
 
 PROGRAM = "pipeline_offload_simulator"
+MAX_CUTS = 20_000_000
+"""Steps of the search for the most even cut: some tens of seconds."""
 KNOBS = ("p", "m", "v", "comm", "weight_share", "window", "pin", "activations", "accumulate")
 
 
@@ -37,6 +39,7 @@ def _run(argv: Sequence[str]) -> None:
     places = [place.value for place in Accumulate]
     group.add_argument("--accumulate", type=listed(one_of(*places)), default=("host",), help=f"gradients: {places}")
     arguments = parser.parse_args(argv)
+    check_amounts("comm", arguments.comm)
     machine = machine_of(arguments)
     rows = []
     for knobs in options.combinations(arguments, (*SWEPT, *KNOBS)):
@@ -53,6 +56,11 @@ def _run(argv: Sequence[str]) -> None:
             if len(chunks) < schedule.stages:
                 raise ConfigurationError(
                     f"{len(chunks)} chunks for the {schedule.stages} stages of {schedule.name}: each needs at least one"
+                )
+            if len(chunks) ** 2 * schedule.stages > MAX_CUTS:
+                raise ConfigurationError(
+                    f"layers={len(chunks)} for the {schedule.stages} stages of {schedule.name} (p={schedule.devices}): "
+                    f"too many to find the most even cut"
                 )
             parts = partition([chunk.forward + chunk.backward for chunk in chunks], schedule.stages)
             stages = [[chunks[i] for i in part] for part in parts]

@@ -8,9 +8,10 @@ from typing import Any
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.schedule import ALIASES, SCHEDULES, Schedule, build, interleaved, uniform_1f1b
+from ramtorch_core.plan.size import check_size
 from ramtorch_core.simulate import options
 from ramtorch_core.simulate.costs import ChunkCost
-from ramtorch_core.simulate.options import Row, amounts, count, listed, number, one_of
+from ramtorch_core.simulate.options import Row, amounts, check_amounts, count, listed, number, one_of
 from ramtorch_core.simulate.pipeline import PipelinePlan, PipelineResult, simulate_pipeline
 
 PROGRAM = "schedule_simulator"
@@ -65,6 +66,7 @@ def schedules(arguments: argparse.Namespace, knobs: Mapping[str, Any]) -> list[S
 
 
 def _named(name: str, p: int, m: int, v: int) -> Schedule:
+    check_size(p, m, v if name == "interleaved" else 1, names=("p", "m", "v"))
     checked = build("sequential" if name == TEACHING else name, p, m)
     if name == TEACHING:
         return uniform_1f1b(p, m)
@@ -75,7 +77,7 @@ def _from_file(path: str) -> Schedule:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
     return Schedule.parse(text, name=path)
 
@@ -114,6 +116,7 @@ def _run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--kept-bytes", type=number, default=0.0, help="activations of one microbatch on one GPU")
     arguments = parser.parse_args(argv)
+    check_amounts("comm", arguments.comm)
     rows = []
     for knobs in options.combinations(arguments, KNOBS):
         plan = PipelinePlan(send=knobs["comm"], weight_share=knobs["weight_share"])
@@ -144,6 +147,5 @@ def _of_device(flag: str, knobs: Mapping[str, Any], device: int, schedule: Sched
         raise ConfigurationError(
             f"--{flag} has {len(values)} values for {schedule.devices} GPUs: give 1, or one for each"
         )
-    if min(values) < 0:
-        raise ConfigurationError(f"--{flag} {min(values):g}: times cannot be negative")
+    check_amounts(flag, values)
     return values[device % len(values)]

@@ -14,6 +14,9 @@ from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 __all__ = ["Accumulate", "Optimizer", "Order", "StreamingPlan", "StreamingResult", "simulate_streaming"]
 
 
+MAX_VISITS = 200_000
+"""Some minutes of simulation."""
+
 COPIES_IN, COPIES_OUT = frozenset({Kind.TRANSFER, Kind.STATE}), frozenset({Kind.GRADIENT, Kind.STATE})
 
 
@@ -61,12 +64,16 @@ def simulate_streaming(
     from nothing on the GPU to the end of its last copy or update.
 
     Raises:
-        ConfigurationError: no chunk, no step, or a resident index out of range.
+        ConfigurationError: no chunk, no step, a resident index out of range, or more than `MAX_VISITS` visits.
     """
     if not chunks:
         raise ConfigurationError("0 chunks: there is nothing to simulate; give at least 1")
     if steps < 1:
         raise ConfigurationError(f"{steps} steps: at least 1 is needed")
+    visits = 2 * len(chunks) * plan.microbatches * (steps + (steps > 1))
+    if visits > MAX_VISITS:
+        said = f"{len(chunks)} chunks (layers), microbatches={plan.microbatches} and {steps} steps"
+        raise ConfigurationError(f"{said} are {visits:,} visits; at most {MAX_VISITS:,} are simulated")
     machine = machine or Machine()
     run = Steps(chunks, plan, machine, beside)
     for _ in range(steps + (steps > 1)):

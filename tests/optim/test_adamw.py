@@ -288,7 +288,7 @@ def test_overlapped_updates_give_the_bits_of_the_resident_run(
         ({"lr": -1.0}, "lr=-1.0"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
         ({"moments": torch.float16}, "moments=torch.float16: use torch.float32 or torch.bfloat16"),
-        ({"kernel": "fast"}, "kernel='fast': use 'auto' or 'torch'"),
+        ({"kernel": "fast"}, "kernel='fast': use one of 'auto', 'torch'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -195,5 +195,5 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(("d", "m"), [(0, 1), (1, 0)])
 def test_sizes_below_one_are_refused(d: int, m: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"got {d} and {m}"):
+    with pytest.raises(ConfigurationError, match=f"{'microbatches' if d else 'devices'}=0: a whole number"):
         build("gpipe", d, m)
