@@ -120,7 +120,7 @@ def estimate(
         )
     rest = sum(size for _, _, size in numbers) - sum(chunk.master_bytes for chunk in found.chunks)
     assert found.peaks is not None
-    peaks = Peaks(found.peaks.before + rest, found.peaks.forward + rest + LOSS_BYTES * loss_elements)
+    peaks = Peaks(found.peaks.before + rest, loss=found.peaks.loss + rest + LOSS_BYTES * loss_elements)
     return Estimate(
         calibration=replace(found, peaks=peaks),
         parameters=sum(count for count, _, _ in numbers),

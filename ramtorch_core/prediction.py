@@ -199,8 +199,9 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -
         found,
         base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces),
         bounce_bytes=BOUNCE_BYTES,
-        loss_bytes=max(0.0, peaks.forward - base - slots - held),
-        turn_bytes=max(0.0, (peaks.loss or peaks.forward) - base - slots - held),
+        forward_bytes=max(0.0, peaks.forward - base - slots - held),
+        loss_bytes=max(0.0, peaks.loss - base - slots - held),
+        turn_bytes=max(0.0, (peaks.turn or peaks.loss) - base - slots - held),
         first_bytes=max(0.0, peaks.first - base - slots - first),
         work_bytes=max(0.0, peaks.backward - base - slots - others),
     )

@@ -166,7 +166,7 @@ class Tuner:
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
         measuring, count = self._measuring, self._steps_per_update
-        seconds, updates = (statistics.median(each) / count for each in (measuring.seconds, measuring.updates))
+        seconds, updates = statistics.median(measuring.seconds) / count, measuring.update_seconds() / count
         self.simulated = predict(calibration, plan, measured=plan).seconds
         self.measured = seconds
         return fitted(calibration, plan, seconds, updates)

@@ -101,20 +101,21 @@ def test_what_was_measured_beyond_the_plan_is_added_in_its_phase() -> None:
     before = slots + 7
     peaks = Peaks(
         before=before,
-        forward=before + held + 500,
-        loss=before + held + 600,
+        forward=before + held + 400,
+        loss=before + held + 500,
+        turn=before + held + 600,
         first=before + held + made + left + 70,
         backward=before + held - 30 + made + 2 * left + 80,
     )
     measured = replace(CALIBRATION, peaks=peaks)
     found = step_cost(measured)
-    assert (found.base_bytes, found.loss_bytes, found.turn_bytes) == (7, 500, 600)
+    assert (found.base_bytes, found.forward_bytes, found.loss_bytes, found.turn_bytes) == (7, 400, 500, 600)
     assert (found.first_bytes, found.work_bytes) == (70, 80)
     assert predict(measured, plan).peak_bytes == max(dataclasses.astuple(peaks))
     assert predict(measured, replace(plan, checkpoint=False)).peak_bytes == before + 3 * 300 + 600
-    untold = step_cost(replace(CALIBRATION, peaks=replace(peaks, loss=0)))
+    untold = step_cost(replace(CALIBRATION, peaks=replace(peaks, turn=0)))
     assert untold.turn_bytes == untold.loss_bytes == 500
-    assert step_cost(replace(CALIBRATION, peaks=Peaks(0, 0))).base_bytes == 0
+    assert step_cost(replace(CALIBRATION, peaks=Peaks(0))).base_bytes == 0
 
 
 def test_a_recommendation_fits_the_devices_memory() -> None:

@@ -66,7 +66,7 @@ def estimate_chunks(
             for group, footprint, forward in zip(streamer.groups, footprints[1:], seconds[1:], strict=True)
         )
         before = SLOTS * max(chunk.weight_bytes for chunk in measured) + footprints[0].boundary
-        peaks = Peaks(before, before + sum(chunk.boundary_bytes for chunk in measured))
+        peaks = Peaks(before, loss=before + sum(chunk.boundary_bytes for chunk in measured))
         return Calibration(rates, measured, 3 * seconds[0], SLOTS, peaks)
     finally:
         streamer.close()

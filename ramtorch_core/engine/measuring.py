@@ -35,7 +35,6 @@ class Measuring:
     Attributes:
         laps: of the steps that were timed.
         seconds: from the end of one of them to the end of the next, on the host.
-        updates: seconds of one of them in which the host updated.
     """
 
     def __init__(self, streamer: Streamer, *, train: bool) -> None:
@@ -47,7 +46,7 @@ class Measuring:
         self._since = Moment()
         self.laps: list[Lap] = []
         self.seconds: list[float] = []
-        self.updates: list[float] = []
+        self._updates: dict[object, list[float]] = defaultdict(list)  # chunk -> seconds of each of its updates
 
     def begin_activations(self) -> None:
         """Count activations until `end_activations`, in one step."""
@@ -82,9 +81,14 @@ class Measuring:
         lap = read_visits(ended, asynchronous=device.asynchronous, train=self._train)
         if lap is not None:
             self.laps.append(lap)
-            self.updates.append(sum(each.seconds for each in ended if each.kind is Kind.UPDATE))
             self.seconds.append(now.seconds_since(self._since))
+        for update in (each for each in ended if each.kind is Kind.UPDATE):
+            self._updates[update.what].append(update.seconds)
         self._since = now
+
+    def update_seconds(self) -> float:
+        """Of the updates on the host that follow one backward; some of them run on into the next step."""
+        return sum(map(statistics.median, self._updates.values()))
 
     def calibration(self, rates: Rates) -> Calibration | None:
         """What was found; None if some chunk was never visited, or no step was seen."""

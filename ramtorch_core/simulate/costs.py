@@ -130,7 +130,9 @@ class StepCost:
             come last; otherwise for the gradients of streamed chunks alone.
         base_bytes: GPU memory at any time: inputs, copies of small tensors, work space of libraries.
         bounce_bytes: GPU memory through which gradients are added to sums on the host, or cast.
-        loss_bytes: GPU memory at the end of a forward, besides activations and what autocast has cast.
+        forward_bytes: GPU memory in a forward visit that keeps no activations.
+        loss_bytes: GPU memory between the last forward visit and the backward, besides activations and what autocast
+            has cast.
         turn_bytes: GPU memory at the beginning of a backward, when gradients of the step before are gone, likewise.
         first_bytes: GPU memory in the first visit of a backward, besides activations and gradients.
         work_bytes: GPU memory in the others, likewise.
@@ -144,6 +146,7 @@ class StepCost:
     awaited: bool = True
     base_bytes: float = 0.0
     bounce_bytes: float = 0.0
+    forward_bytes: float = 0.0
     loss_bytes: float = 0.0
     turn_bytes: float = 0.0
     first_bytes: float = 0.0

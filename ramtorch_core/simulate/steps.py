@@ -135,6 +135,7 @@ class Steps:
         plan, count = self.plan, len(self.chunks)
         self._number = len(self.first)
         self._forwards: dict[tuple[int, int], int] = {}  # chunk and microbatch -> its forward
+        self._losses: dict[int, int] = {}  # microbatch -> its loss
         self._gradient_since: dict[int, int] = {}  # chunk -> the visit since which its gradient is on the GPU
         self._arrived: dict[int, int] = {}  # chunk -> the copy of its last gradient
         self._overlapping: list[int] = []  # updates on the host that the backward does not wait for
@@ -173,6 +174,8 @@ class Steps:
         seconds = cost.forward_seconds(chunk in self.lane.resident)
         self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label, issue=cost.issue_forward)
         self._forwards[chunk, m] = self._latest
+        if self.plan.checkpoint or not self.plan.train:
+            self.lane.hold(self._beside.forward_bytes, self._latest, self._latest)
 
     def _loss(self, group: Sequence[int]) -> None:
         """What is between the forwards and the backwards of some microbatches."""
@@ -182,7 +185,9 @@ class Steps:
             lane.spend(beside.issue_loss, "loss")
             if beside.loss or beside.loss_bytes or beside.turn_bytes:
                 self._latest = lane.step(Kind.LOSS, beside.loss, self._label("L", "", m), [self._latest])
-            lane.hold(beside.loss_bytes, self._latest, self._latest)
+            if len(group) == 1:
+                lane.hold(beside.loss_bytes, self._latest, self._latest)
+            self._losses[m] = self._latest
         if plan.checkpoint or not plan.train:  # otherwise they are saved for backward
             for chunk in lane.resident:  # autocast keeps what it has cast until the forward is over
                 lane.hold(self.chunks[chunk].cast_bytes, self._forwards[chunk, group[0]], self._latest)
@@ -209,6 +214,8 @@ class Steps:
         forward = self._forwards[chunk, m]
         lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
         first = chunk == len(self.chunks) - 1
+        if first and plan.order is Order.CHUNK:  # all microbatches' losses wait for the first backward
+            lane.hold(self._beside.loss_bytes, self._losses[m], visit)
         work = self._beside.first_bytes if first else self._beside.work_bytes
         lane.hold(work + cost.made_bytes(plan.checkpoint), visit, visit)
         self._update_on_gpu()

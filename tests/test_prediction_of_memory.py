@@ -1,0 +1,85 @@
+"""Predicted peaks hold what the engine allocates, counted as an allocator would count it, and little more."""
+
+import itertools
+from typing import Any
+
+import pytest
+from virtual_device import BOUNCE_BYTES
+from virtual_world_cases import WIDTH, Times, World
+
+from ramtorch_core import prediction
+from ramtorch_core.engine.peaks import Peaks
+from ramtorch_core.engine.rates import Rates
+from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
+from ramtorch_core.tuning import Wish
+
+RATES = Rates(1e7, 1e7, 1e30, 1e30, 1e-9, 1e-30, 1 << 40, 1e7)
+"""Copies are slow, so that more memory buys time."""
+TIMES = Times(1e-3, 2e-3)
+EVEN, UNEVEN = (256,) * 6, (64, 256, 512, 64)
+WORLDS = {
+    f"{name}-{tokens}-{'half' if half else 'full'}": World(
+        RATES, [(hidden, TIMES) for hidden in sizes], tokens=tokens, autocast=half
+    )
+    for name, sizes in (("even", EVEN), ("uneven", UNEVEN))
+    for tokens in (4, 512)  # weights need most, or activations
+    for half in (True, False)
+}
+KNOBS = list(itertools.product((1, 3), (True, False), (1, 2)))  # slots, checkpoints, microbatches
+
+
+@pytest.fixture(autouse=True)
+def small_bounce_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the virtual device has it."""
+    monkeypatch.setattr(prediction, "BOUNCE_BYTES", BOUNCE_BYTES)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_plan_takes_more_than_predicted_nor_much_less(name: str) -> None:
+    world = WORLDS[name]
+    calibration = world.calibrate()
+    for number, (window, checkpoint, microbatches) in enumerate(KNOBS):
+        for pin in (0, (2, len(world.chunks))[number % 2]):
+            plan = StreamingPlan(
+                window=window,
+                pin=pin,
+                checkpoint=checkpoint,
+                microbatches=microbatches,
+                optimizer=Optimizer.OVERLAPPED,
+            )
+            real = world.train(plan)[1]
+            assert real <= predict(calibration, plan, Machine()).peak_bytes <= 1.12 * real, plan
+
+
+def test_microbatches_side_by_side_keep_the_activations_and_sums_that_were_predicted() -> None:
+    world = WORLDS["even-512-full"]
+    calibration = world.calibrate()
+    for checkpoint in (True, False):
+        plan = StreamingPlan(microbatches=3, order=Order.CHUNK, checkpoint=checkpoint, optimizer=Optimizer.OVERLAPPED)
+        real = world.train(plan)[1]
+        assert real <= predict(calibration, plan, Machine()).peak_bytes <= 1.15 * real
+
+
+@pytest.mark.parametrize("name", ["even-4-half", "uneven-512-full"])
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.9])
+def test_what_is_chosen_keeps_to_the_memory_that_is_given(name: str, share: float) -> None:
+    world = WORLDS[name]
+    everything = StreamingPlan(pin=len(world.chunks), checkpoint=False, optimizer=Optimizer.OVERLAPPED)
+    limit = int(share * world.train(everything)[1])
+    tuner, _, peak = world.tune(Wish(window="auto", pin="auto", activations="auto", gpu_memory=limit))
+    assert tuner.choice is not None
+    assert peak <= tuner.choice.peak_bytes <= limit
+
+
+def test_the_phases_of_a_step_are_told_apart() -> None:
+    world = World(RATES, [(64, TIMES)] * 3, tokens=8)
+    found: Any = world.calibrate().peaks
+    assert isinstance(found, Peaks)
+    weights, x, inner = 4 * 2 * WIDTH * 64, 4 * 8 * WIDTH, 4 * 8 * 64
+    assert (
+        2 * weights + x <= found.before < 2 * weights + x + 2048
+    )  # samples of the masters, which a GPU would not hold
+    assert found.forward >= found.before + 2 * x + inner  # two inputs of chunks, and what the last one computes
+    assert found.before + 3 * x < found.loss < found.forward  # a forward keeps no more than inputs, and the output
+    assert found.first > found.before + 2 * x + inner + weights // 2  # what is recomputed, and the first gradient
+    assert found.backward > found.before + 2 * weights  # those of three chunks are on their way

@@ -1,0 +1,102 @@
+"""Predicted step times are those that the engine takes, on a device where every duration is known."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from virtual_world_cases import WIDTH, Times, World
+
+from ramtorch_core.engine.rates import Rates
+from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
+from ramtorch_core.tuning import Wish
+
+CHUNK = 8 * WIDTH * 32
+"""Bytes of the weights of a chunk with 32 hidden values, in float32."""
+MS = 1e-3
+
+
+def rates(copy: float, gradient: float, update: float, add: float = 1.0) -> Rates:
+    """Of a machine on which a chunk takes so many milliseconds; casts on the device take no time."""
+    return Rates(
+        h2d=CHUNK / (copy * MS),
+        d2h=CHUNK / (gradient * MS),
+        both_ways=1e30,
+        host_memory=1e30,
+        host_update=update * MS / (CHUNK // 4),
+        device_update=1e-30,
+        device_bytes=1 << 40,
+        accumulated=CHUNK / (add * MS),
+    )
+
+
+TIMES = Times(1.0 * MS, 2.5 * MS, 0.2 * MS, 0.3 * MS)
+SIZES = (32, 64, 16, 32, 32, 48)
+CHUNKS = tuple((hidden, replace(TIMES, forward=hidden / 32 * MS, backward=hidden / 13 * MS)) for hidden in SIZES)
+LOSS = Times(0.5 * MS, 0.7 * MS, 0.1 * MS, 0.2 * MS)
+WORLDS = {
+    "compute": World(rates(0.3, 0.4, 0.5), CHUNKS, LOSS, tail=0.4 * MS, between=0.6 * MS),
+    "transfers": World(rates(3.0, 0.4, 0.5), CHUNKS, LOSS, tail=0.4 * MS, between=0.6 * MS),
+    "gradients": World(rates(0.3, 6.0, 0.5, 9.0), CHUNKS, LOSS, tail=0.4 * MS, between=0.6 * MS),
+    "updates": World(rates(0.3, 0.4, 9.0), CHUNKS, LOSS, tail=0.4 * MS, between=0.6 * MS),
+    "host": World(
+        rates(0.3, 0.4, 0.5),
+        [(hidden, replace(times, issue_forward=4 * MS, issue_backward=9 * MS)) for hidden, times in CHUNKS],
+        LOSS,
+    ),
+}
+PLANS: list[dict[str, Any]] = [
+    {"window": window, "pin": pin, "checkpoint": checkpoint}
+    for window, pin, checkpoint in itertools.product((1, 2, 4), (0, 3), (True, False))
+]
+
+
+@pytest.fixture(scope="module")
+def calibrations() -> dict[str, Any]:
+    return {name: replace(world.calibrate(), between=world.between) for name, world in WORLDS.items()}
+
+
+@pytest.mark.parametrize("limit", WORLDS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("optimizer", [Optimizer.OVERLAPPED, Optimizer.JOINED])
+def test_a_step_takes_as_long_as_predicted_whatever_limits_it(
+    calibrations: dict[str, Any], limit: str, microbatches: int, optimizer: Optimizer
+) -> None:
+    for number, knobs in enumerate(PLANS):
+        if number % 3 == (microbatches + (optimizer is Optimizer.JOINED)) % 3:  # each plan with a part of the rest
+            plan = StreamingPlan(microbatches=microbatches, optimizer=optimizer, **knobs)
+            found = predict(calibrations[limit], plan, Machine()).seconds
+            tolerance = 0.02 if limit == "host" else 1e-6  # one time to issue stands for that of all chunks
+            assert WORLDS[limit].train(plan)[0] == pytest.approx(found, rel=tolerance), plan
+
+
+def test_microbatches_side_by_side_take_as_long_as_predicted(calibrations: dict[str, Any]) -> None:
+    for limit, knobs in itertools.product(("compute", "transfers", "updates"), PLANS[::4]):
+        plan = StreamingPlan(microbatches=3, order=Order.CHUNK, optimizer=Optimizer.OVERLAPPED, **knobs)
+        found = predict(calibrations[limit], plan, Machine()).seconds
+        assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
+
+
+def test_compute_and_the_hosts_time_are_measured_apart_from_waits(calibrations: dict[str, Any]) -> None:
+    for limit in ("compute", "transfers", "gradients", "updates"):
+        found = calibrations[limit]
+        for chunk, (_, times) in zip(found.chunks, CHUNKS, strict=True):
+            assert chunk.forward == pytest.approx(times.forward + 0.4 * MS)
+            assert chunk.recompute == pytest.approx(times.forward)  # which ends where the last layer begins
+            assert chunk.backward == pytest.approx(times.backward)
+        assert found.outside == pytest.approx(LOSS.forward + LOSS.backward)
+        issue = found.issue  # though the host waits for copies of masters when a forward is over
+        assert issue.forward == pytest.approx(TIMES.issue_forward)
+        assert issue.recompute + issue.backward == pytest.approx(TIMES.issue_forward + TIMES.issue_backward)
+        assert issue.begin == pytest.approx(0.0)
+        assert issue.loss == pytest.approx(LOSS.issue_forward + LOSS.issue_backward)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.OVERLAPPED, Optimizer.JOINED])
+def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone(optimizer: Optimizer) -> None:
+    world = World(rates(0.3, 0.4, 1.5), CHUNKS, LOSS, tail=0.4 * MS, between=3 * MS, slower=3.0)
+    plan = StreamingPlan(optimizer=optimizer)
+    tuner, seconds, _ = world.tune(Wish(window="auto", pin=0, activations="auto", gpu_memory=1 << 40), plan)
+    assert tuner.choice is not None
+    assert seconds == pytest.approx(tuner.choice.seconds, rel=0.02)
+    assert tuner.measured > 1.2 * tuner.simulated

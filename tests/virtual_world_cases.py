@@ -1,0 +1,211 @@
+"""A model on a virtual machine, which is calibrated, predicted, and trained by the real engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from virtual_device import VirtualDevice, running_on
+
+from ramtorch_core.engine.calibration import Calibration, calibrate_chunks
+from ramtorch_core.engine.microbatches import MicrobatchRunner
+from ramtorch_core.engine.rates import Rates
+from ramtorch_core.engine.rearrange import knobs_of
+from ramtorch_core.engine.stream import Streamer
+from ramtorch_core.engine.visits import Activations
+from ramtorch_core.prediction import Optimizer, Order, StreamingPlan
+from ramtorch_core.simulate.costs import resident_chunks
+from ramtorch_core.tuning import Tuner, Wish
+
+WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of compute, and of the host to issue it."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    issue_forward: float = 0.0
+    issue_backward: float = 0.0
+
+
+class _Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: VirtualDevice, times: Times) -> Tensor:
+        ctx.device, ctx.times = device, times
+        device.work(times.forward, times.issue_forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.device.work(ctx.times.backward, ctx.times.issue_backward)
+        return grad, None, None
+
+
+def spend(x: Tensor, device: VirtualDevice, times: Times) -> Tensor:
+    """The identity, which takes its time."""
+    result: Tensor = _Spend.apply(x, device, times)
+    return result
+
+
+class Layers(nn.Module):
+    """A chunk: two layers with a kernel between them that takes `times`, and one behind them that takes `tail`.
+
+    What is behind the last layer is not recomputed, since backward needs nothing of it.
+    """
+
+    def __init__(self, width: int, hidden: int, device: VirtualDevice, times: Times, tail: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.device, self.times, self.tail = device, times, Times(forward=tail)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(spend(self.up(x), self.device, self.times))
+        return x + spend(self.down(inner), self.device, self.tail)
+
+
+class Model(nn.Module):
+    """Layers in a row, and a loss that takes its time."""
+
+    def __init__(self, device: VirtualDevice, chunks: Sequence[tuple[int, Times]], loss: Times, tail: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layers(WIDTH, hidden, device, times, tail) for hidden, times in chunks)
+        self.device, self.times = device, loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return spend(x, self.device, self.times).float().logsumexp(1).mean()
+
+
+@dataclass(frozen=True)
+class World:
+    """A model on a virtual machine.
+
+    Attributes:
+        chunks: hidden width of each, and its times.
+        tail: seconds of each chunk's forward that are not recomputed.
+        between: seconds of the host between two steps.
+        slower: what updates on the host take, as a multiple of what the rates say.
+    """
+
+    rates: Rates
+    chunks: Sequence[tuple[int, Times]]
+    loss: Times = field(default_factory=Times)
+    tail: float = 0.0
+    between: float = 0.0
+    slower: float = 1.0
+    tokens: int = 8
+    autocast: bool = False
+
+    def build(self) -> tuple[VirtualDevice, Model, Tensor]:
+        """A new device with the model, and an input, which stays on it."""
+        device = VirtualDevice(self.rates)
+        x = torch.randn(self.tokens, WIDTH)
+        device.memory.stays = x.nbytes
+        return device, Model(device, self.chunks, self.loss, self.tail), x
+
+    def calibrate(self) -> Calibration:
+        """Calibrated by the engine."""
+        device, model, x = self.build()
+        with running_on(device), device.memory:
+            dtype = torch.bfloat16 if self.autocast else None
+            options = {"chunks": "blocks.*", "resident_below": 0, "autocast": dtype}
+            return calibrate_chunks(model, lambda: model(x), device, self.rates, **options)
+
+    def train(self, plan: StreamingPlan, steps: int = 5) -> tuple[float, int]:
+        """Seconds of the last step that the engine makes under a plan, and bytes at its peak."""
+        with self._loop(plan) as loop:
+            for _ in range(steps):
+                loop.step()
+            return loop.seconds, loop.peak
+
+    def tune(self, wish: Wish, plan: StreamingPlan | None = None, steps: int = 5) -> tuple[Tuner, float, int]:
+        """The same of steps after the one in which knobs were chosen, and who chose."""
+        plan = plan or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+        with self._loop(plan) as loop:
+            tuner = Tuner(loop.streamer, wish, self.rates, base=lambda: plan)
+            while not tuner.done:
+                loop.step()
+                tuner.between_steps([loop.optimizer])
+            loop.place(frozenset(knobs_of(loop.streamer).resident))
+            for _ in range(steps):
+                loop.step()
+            return tuner, loop.seconds, loop.peak
+
+    @contextlib.contextmanager
+    def _loop(self, plan: StreamingPlan) -> Iterator[Loop]:
+        device, model, x = self.build()
+        resident = resident_chunks(plan.pin, len(self.chunks))
+        with running_on(device), device.memory:
+            streamer = Streamer(
+                model,
+                [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)],
+                device=device,
+                window=plan.window,
+                resident=resident,
+                activations=Activations.CHECKPOINT if plan.checkpoint else Activations.KEEP,
+                resident_below=0,
+                overlapped=True,
+            )
+            streamer.conservative = False
+            streamer.updates.run_on = plan.optimizer is Optimizer.OVERLAPPED
+            loop = Loop(self, streamer, plan, x)
+            loop.place(resident)
+            try:
+                yield loop
+            finally:
+                loop.close()
+
+
+class Loop:
+    """Steps as a Trainer makes them; `seconds` and `peak` are of the last one."""
+
+    def __init__(self, world: World, streamer: Streamer, plan: StreamingPlan, x: Tensor) -> None:
+        self.world, self.streamer, self.plan, self.x = world, streamer, plan, x
+        self.device: Any = streamer.device
+        self.optimizer = torch.optim.AdamW(streamer.root.parameters(), fused=True)
+        updates = streamer.updates
+        self.runner = MicrobatchRunner(streamer, lambda: updates.begin(self.optimizer), updates.end)
+        self.seconds, self.peak = 0.0, 0
+
+    def place(self, resident: frozenset[int]) -> None:
+        """These chunks are resident now."""
+        sizes = [2 * WIDTH * hidden for hidden, _ in self.world.chunks]
+        seconds = [self.world.slower * self.world.rates.host_update * size for size in sizes]
+        self.device.ranges.updates = dict(enumerate(each for i, each in enumerate(seconds) if i not in resident))
+        self.device.memory.stays = self.x.nbytes + sum(4 * sizes[i] for i in resident)
+
+    def loss(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.world.autocast), self.streamer.scope():
+            return self.streamer.root(x)  # type: ignore[no-any-return]
+
+    def step(self) -> None:
+        plan, streamer, begun = self.plan, self.streamer, self.device.now
+        self.device.forget_peak()
+        if plan.order is Order.CHUNK:
+            self.runner.train(self.loss, [self.x] * plan.microbatches, lambda loss, _: (loss, None))
+        else:
+            for m in range(plan.microbatches):
+                loss = self.loss(self.x)
+                if m == 0:
+                    self.optimizer.zero_grad()
+                streamer.begin_lending()
+                last = m == plan.microbatches - 1
+                with streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
+                    loss.backward()
+                streamer.end_lending()
+        self.optimizer.step()
+        self.device.spend(self.world.between)
+        self.seconds, self.peak = self.device.now - begun, self.device.peak_bytes()
+
+    def close(self) -> None:
+        self.streamer.updates.wait()
+        self.runner.close()
+        self.streamer.close()
