@@ -100,7 +100,7 @@ class Case:
         if self.together and (self.shared or "Dropping" in self.kinds or self.left_out):
             return False
         outside = self.penalty is not None or (self.chunks == "leaves" and {"Raw", "Reused"} & set(self.kinds))
-        several = inside or self.batches > 1 or self.again is not None
+        several = inside or self.batches > 1 or self.shared
         return not (self.shared and inside) and not (outside and several)
 
 
