@@ -50,10 +50,9 @@ class Links:
         leaving, entering = self._streams[key]
         source.wait(ready, leaving)
         with source.on(leaving), target.on(entering):
-            copy = tensor.detach().to(target.torch, non_blocking=source.asynchronous and target.asynchronous)
+            copy = self._copy(tensor, source, target)
             arrived = target.record(entering)
-        if leaving is not None:
-            tensor.record_stream(leaving)
+        self._hold(tensor, leaving)
         return Parcel(copy, arrived)
 
     def receive(self, parcel: Parcel) -> Tensor:
@@ -63,7 +62,15 @@ class Links:
         device = self._devices[parcel.tensor.device]
         with device.ranges.span(Kind.STALL, FOR_STAGE, shown=False):
             device.wait(parcel.arrived)
-        stream = device.current_stream()
-        if stream is not None:
-            parcel.tensor.record_stream(stream)
+        self._hold(parcel.tensor, device.current_stream())
         return parcel.tensor
+
+    @staticmethod
+    def _copy(tensor: Tensor, source: Device, target: Device) -> Tensor:
+        return tensor.detach().to(target.torch, non_blocking=source.asynchronous and target.asynchronous)
+
+    @staticmethod
+    def _hold(tensor: Tensor, stream: Stream | None) -> None:
+        """Its memory is not to be used again before `stream` has come to here."""
+        if stream is not None:
+            tensor.record_stream(stream)
