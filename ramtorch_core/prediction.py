@@ -252,7 +252,8 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
     """The calibration with which a step of `plan` takes as long as it was measured to take.
 
     Updates on the host take as much longer, or shorter, than the machine's rates say as they did. What the step is
-    longer for no reason that is simulated counts as time of the host between two steps.
+    longer for no reason that is simulated counts as time of the host between two steps; or, where the optimizer itself
+    steps published gradients, as its time.
 
     Args:
         plan: of the steps that were measured, those of which the calibration is.
@@ -267,10 +268,14 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
     )
     if updating and update_seconds:
         calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
+    published = plan.optimizer is Optimizer.PUBLISHED and updating > 0
     for _ in range(FITTING):  # updates may hide a part of the time that is added
         unexplained = seconds - predict(calibration, plan, measured=plan).seconds
         if unexplained <= 1e-4 * seconds:
             break
+        if published:
+            factor = calibration.update_factor * (1 + unexplained / updating)
+            return replace(calibration, update_factor=factor)
         calibration = replace(calibration, between=calibration.between + unexplained)
     return calibration
 

@@ -63,7 +63,8 @@ class Tuner:
     Args:
         wish: what to choose.
         rates: of the machine.
-        base: what is not chosen: microbatches, their order, and where updates happen; asked when the time comes.
+        base: what is not chosen: microbatches, their order, and where updates happen; asked when the time comes. None:
+            as the steps that are measured show it.
         steps_per_update: steps after which the optimizer updates once.
         changed: called after the streamer was rearranged.
         say: takes the one message, and whether it is a warning.
@@ -80,18 +81,18 @@ class Tuner:
         wish: Wish,
         rates: Rates,
         *,
-        base: Callable[[], StreamingPlan] = lambda: StreamingPlan(optimizer=Where.OVERLAPPED),
+        base: Callable[[], StreamingPlan] | None = None,
         steps_per_update: int = 1,
         changed: Callable[[], None] = lambda: None,
         say: Callable[[str, bool], None] = lambda message, warns: log.log(30 if warns else 20, message),
     ) -> None:
-        self._streamer, self._wish, self._rates, self._base = streamer, wish, rates, base
+        self._streamer, self._wish, self._rates, self._base = streamer, wish, rates, base or self._as_it_runs
         self._steps_per_update, self._changed, self._say = steps_per_update, changed, say
         self._steps = 0
         self.choice: Choice | None = None
         self.measured = self.simulated = 0.0
         self.done = False
-        self._measuring = Measuring(streamer, train=base().train)
+        self._measuring = Measuring(streamer, train=base is None or base().train)
         self._measuring.begin_activations()
 
     def between_steps(self, optimizers: Iterable[Optimizer] = ()) -> bool:
@@ -158,6 +159,15 @@ class Tuner:
             f"explains {self.simulated:.4g} s"
         )
         self._say(f"{_text(new, self._wish)}: {str(choice).partition(': ')[2]}\n{so_far}", False)
+
+    def _as_it_runs(self) -> StreamingPlan:
+        streamer, passes = self._streamer, [lap.passes for lap in self._measuring.laps]
+        overlapped = Where.OVERLAPPED if streamer.updates.run_on else Where.JOINED
+        return StreamingPlan(
+            microbatches=statistics.median_low(passes) if passes else 1,
+            optimizer=overlapped if streamer.updates.updated else Where.PUBLISHED,
+            recast=streamer.conservative,
+        )
 
     def _plan_of(self, knobs: Knobs) -> StreamingPlan:
         """The plan of the steps that were measured; what is resident did not stream, and counts as in no chunk."""

@@ -72,6 +72,7 @@ class BatchTuner:
             microbatches=self._microbatches if together else self._trainer.accumulate_grad_batches,
             order=Order.CHUNK if together else Order.MICROBATCH,
             optimizer=runs_on if self._path.overlaps else Where.PUBLISHED,
+            recast=self._streamer.conservative,
         )
 
 

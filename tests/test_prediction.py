@@ -82,6 +82,16 @@ def test_a_fitted_calibration_takes_as_long_as_the_measured_step() -> None:
     assert fitted(CALIBRATION, plan, 0.0, update_seconds=0.0) == CALIBRATION
 
 
+def test_where_the_optimizer_itself_steps_what_is_unexplained_is_its_time() -> None:
+    plan = StreamingPlan(optimizer=Optimizer.PUBLISHED)
+    plain = predict(CALIBRATION, plan)
+    found = fitted(CALIBRATION, plan, plain.seconds + 6.0, update_seconds=0.0)
+    assert found.between == 0.0
+    assert found.update_factor > 1.0
+    assert predict(found, plan).seconds == pytest.approx(plain.seconds + 6.0, rel=0.01)
+    assert predict(found, replace(plan, pin=3)).seconds == predict(CALIBRATION, replace(plan, pin=3)).seconds
+
+
 def test_a_resident_chunk_casts_its_weights_and_adds_up_its_gradients_on_the_device() -> None:
     per_byte = RATES.device_update / 28
     cost = costs(CALIBRATION)[0]

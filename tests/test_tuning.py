@@ -1,5 +1,6 @@
 """`attach(window="auto", ...)`: chosen after some steps, or from an example; and the tuner itself."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -12,6 +13,7 @@ from ramtorch_core import ConfigurationError, Streamer, attach, tuning
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.rearrange import Knobs, knobs_of, rearrange
 from ramtorch_core.engine.visits import Activations
+from ramtorch_core.prediction import Optimizer
 from ramtorch_core.tuning import TIMED, WARM_UP, Wish, bytes_of
 
 RATES = Rates(1e4, 1e4, 1.5e4, 1e6, 1e-4, 1e-9, None)
@@ -110,6 +112,30 @@ def test_knobs_that_are_given_stay(given: dict[str, Any]) -> None:
         assert len(found.resident) == given["pin"]
     if "activations" in given:
         assert found.activations is Activations.CHECKPOINT
+    streamer.close()
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_what_is_not_chosen_is_as_the_measured_steps_were(accumulated: int, overlapped: bool) -> None:
+    model = stack(4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    streamer = attached(model, **AUTO)
+    for index in range(WARM_UP + TIMED):
+        optimizer.zero_grad()
+        for part in range(accumulated):
+            loss = model(data(index)).square().mean()
+            last = overlapped and part == accumulated - 1
+            with streamer.updates.overlap(optimizer) if last else contextlib.nullcontext():
+                loss.backward()
+        optimizer.step()
+    assert isinstance(streamer.tuning, tuning.Tuner)
+    assert streamer.tuning.choice is not None
+    plan = streamer.tuning.choice.plan
+    assert plan.microbatches == accumulated
+    assert plan.optimizer is (Optimizer.JOINED if overlapped else Optimizer.PUBLISHED)
+    assert plan.recast
+    assert streamer.tuning.measured > 0
     streamer.close()
 
 

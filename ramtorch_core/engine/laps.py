@@ -16,11 +16,15 @@ __all__ = ["Compute", "Lap", "compute_of", "read_visits", "read_waits", "within"
 
 @dataclass(slots=True)
 class Lap:
-    """Seconds of one step: of each visit, of the recompute in a chunk's backward visit, and of compute in no visit."""
+    """Seconds of one pass: of each visit, of the recompute in a chunk's backward visit, and of compute in no visit.
+
+    `passes` is how many there were in the step.
+    """
 
     visits: dict[Visit, float] = field(default_factory=lambda: defaultdict(float))
     recomputes: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     outside: float = 0.0
+    passes: int = 1
 
     def add(self, visit: Range, recomputes: Sequence[Range], waits: Sequence[Range]) -> float:
         """Count a visit, without the waits in it; returns its seconds."""
@@ -97,6 +101,7 @@ def read_visits(ended: Sequence[Range], *, asynchronous: bool, train: bool) -> L
         {visit: seconds / count for visit, seconds in lap.visits.items()},
         {chunk: seconds / count for chunk, seconds in lap.recomputes.items()},
         lap.outside / count,
+        count,
     )
 
 
