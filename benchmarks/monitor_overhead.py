@@ -2,8 +2,10 @@
 
     python benchmarks/monitor_overhead.py [--layers 6 --width 2048 --batch 4 --seq 2048]     # about a minute on an H200
 
-Every step is watched, and every one is logged. Prints one JSON object; `overhead` is the part by which the median step
-of all watched runs is longer.
+Every step is watched, and every one is logged. A round is a plain run and a watched one, in turns the one or the other
+first, so that a machine that slows down favours neither. `overhead` is the median over rounds of the part by which the
+median step is longer; `spread` are the least and the most of them; `noise` is by how much the medians of plain runs
+differ among themselves. Prints the verdict: whether the overhead is more than noise; and one JSON object.
 """
 
 from __future__ import annotations
@@ -52,24 +54,42 @@ def laps(module: L.LightningModule, callbacks: list[L.Callback], options: argpar
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     module = Stack(options.layers, options.width, checkpointed=False)
-    found: dict[str, list[float]] = {"plain": [], "watched": []}
-    for _ in range(options.rounds):
-        found["plain"] += laps(module, [], options)
-        found["watched"] += laps(module, [OffloadMonitor(every_n_steps=1)], options)
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    report = {
-        "arguments": vars(options),
-        "median_seconds": medians,
-        "overhead": medians["watched"] / medians["plain"] - 1,
-        "seconds": found,
-    }
+    found: dict[str, list[list[float]]] = {"plain": [], "watched": []}
+    for number in range(options.rounds):
+        for name in ("plain", "watched") if number % 2 == 0 else ("watched", "plain"):
+            callbacks: list[L.Callback] = [OffloadMonitor(every_n_steps=1)] if name == "watched" else []
+            found[name].append(laps(module, callbacks, options))
+    report = {"arguments": vars(options), **compare(found["plain"], found["watched"]), "seconds": found}
+    print(report["verdict"])
     print(json.dumps(report))
     return report
 
 
+def compare(plain: Sequence[Sequence[float]], watched: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Medians of runs, and what follows from them."""
+    ours, theirs = ([statistics.median(run) for run in runs] for runs in (watched, plain))
+    overheads = [mine / other - 1 for mine, other in zip(ours, theirs, strict=True)]
+    overhead, spread = statistics.median(overheads), (min(overheads), max(overheads))
+    noise = max(theirs) / min(theirs) - 1
+    if spread[0] > 0 and overhead > noise:
+        judged = "it costs time"
+    elif overhead <= noise:
+        judged = "no cost can be told from noise"
+    else:
+        judged = "rounds contradict each other: repeat with more of them"
+    return {
+        "median_seconds": {"plain": statistics.median(theirs), "watched": statistics.median(ours)},
+        "overhead": overhead,
+        "spread": spread,
+        "noise": noise,
+        "verdict": f"OffloadMonitor: {overhead:+.2%} per step ({spread[0]:+.2%} to {spread[1]:+.2%} over "
+        f"{len(overheads)} rounds; plain runs differ by {noise:.2%}): {judged}",
+    }
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags = {"layers": 6, "width": 2048, "batch": 4, "seq": 2048, "steps": 20, "rounds": 3}
+    flags = {"layers": 6, "width": 2048, "batch": 4, "seq": 2048, "steps": 20, "rounds": 4}
     for flag, default in flags.items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
