@@ -25,24 +25,21 @@ ranges show them in further steps, and the part whose difference is largest, whi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import gc
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from reference import build, loss_function, tokens
+from timed_training import DTYPE, Spread, Training, between_steps, synchronize, timed
 from torch import Tensor, nn
 
-from ramtorch_core import Streamer, attach
-from ramtorch_core.parts import Part, measured_parts, pipeline_parts, predicted_parts
+from ramtorch_core.parts import Part, pipeline_parts, predicted_parts
 from ramtorch_core.pipeline import PipelineRunner, plan_schedule
 from ramtorch_core.prediction import (
     Calibration,
@@ -55,84 +52,8 @@ from ramtorch_core.prediction import (
 )
 from ramtorch_core.tuning import TIMED, WARM_UP, Tuner
 
-BEFORE = 3
-"""Steps before those that are timed."""
-DTYPE = torch.bfloat16
 SIZES = {"cuda": (6, 2048, 4, 2048, 1 << 20), "cpu": (3, 128, 2, 64, 1 << 12)}
 """Layers, width, sequences of one microbatch, their length, and bytes of tensors that do not stream."""
-
-
-def synchronize() -> None:
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Seconds of the steps of one plan."""
-
-    median: float
-    least: float
-    most: float
-
-
-def timed(step: Callable[[], object], steps: int) -> Spread:
-    """Seconds per step, of `steps` that follow others, and each other, without waiting in between."""
-    for _ in range(BEFORE):
-        step()
-    moments = [time.perf_counter()]
-    for _ in range(steps):
-        step()
-        moments.append(time.perf_counter())
-    laps = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    return Spread(statistics.median(laps), min(laps), max(laps))
-
-
-class Training:
-    """A streamed model and the loop around it, which is that of a Trainer."""
-
-    def __init__(self, model: nn.Module, options: argparse.Namespace, **knobs: Any) -> None:
-        self.model, self.options = model, options
-        self.streamer: Streamer = attach(
-            model,
-            device=options.device,
-            chunks="*",
-            overlapped=True,
-            resident_below=options.resident_below,
-            host_memory=options.host_memory,
-            **knobs,
-        )
-        self.streamer.conservative, self.streamer.updates.run_on = False, True
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.x, self.y = tokens(options.batch, options.seq, options.device)
-
-    def step(self, microbatches: int = 1) -> None:
-        for number in range(microbatches):
-            with torch.autocast(torch.device(self.options.device).type, DTYPE), self.streamer.scope():
-                loss = loss_function(self.model(self.x), self.y) / microbatches
-            if number == 0:
-                self.optimizer.zero_grad()
-            last = number == microbatches - 1
-            with self.streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
-                loss.backward()
-        self.optimizer.step()
-
-    def measure(self, microbatches: int) -> tuple[Spread, int | None, dict[Part, float]]:
-        """Seconds per step, bytes at the peak, and seconds of a step by part."""
-        on_gpu = self.streamer.device.asynchronous
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        once = partial(self.step, microbatches)
-        spread = timed(once, max(4, self.options.steps // microbatches))
-        peak = torch.cuda.max_memory_allocated() if on_gpu else None
-        return spread, peak, measured_parts(self.streamer, once)
-
-    def close(self) -> None:
-        self.streamer.close()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        del self.optimizer
-        gc.collect()
 
 
 def row(name: str, seconds: float, spread: Spread, predicted: dict[Part, float], measured: dict[Part, float]) -> Any:
@@ -259,7 +180,10 @@ def describe(calibration: Calibration) -> None:
             f"{chunk.kept_bytes / 1e6:.0f} MB of activations, {chunk.boundary_bytes / 1e6:.0f} MB of inputs"
         )
     issue = {name: f"{1e3 * seconds:.2f}" for name, seconds in dataclasses.asdict(calibration.issue).items()}
-    print(f"  outside of them {1e3 * calibration.outside:.2f} ms; the host issues, in ms: {issue}")
+    print(
+        f"  outside of them {1e3 * calibration.outside:.2f} ms; the host issues, in ms: {issue}; it steps the "
+        f"optimizer in {1e3 * calibration.between:.2f} ms"
+    )
     print(f"  {calibration.peaks}; {calibration.rates}")
 
 
@@ -273,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         resident_below=options.resident_below, host_memory=options.host_memory,
     )  # fmt: skip
     print(f"calibrated in {time.perf_counter() - begun:.1f} s")
+    calibration = dataclasses.replace(calibration, between=between_steps(model, options))
     describe(calibration)
     print(f"{'plan':<34} {'predicted':>9} {'measured':>9} {'error':>8} {'GB pred.':>8} {'GB':>8} {'error':>8}")
     kinds: list[Callable[..., Iterator[dict[str, Any]]]] = [streamed]
