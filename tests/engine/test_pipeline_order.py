@@ -156,6 +156,38 @@ def test_modules_that_run_as_they_are_registered_keep_their_stages(caplog: pytes
     assert not caplog.messages
 
 
+class Unused(Chain):
+    """Its largest part, in the middle, is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.blocks.extend([nn.Linear(6 * WIDTH, 6 * WIDTH), *(Block() for _ in range(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks[:5], *self.blocks[6:]):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stages", [None, ["blocks.5"]])
+def test_a_stage_that_never_begins_is_cut_elsewhere_or_named(stages: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its device would have had nothing to do, and nobody would have known."""
+    torch.manual_seed(0)
+    model = Unused()
+    reference = copy.deepcopy(model)
+    runner = PipelineRunner(model, ["cpu", "cpu"], stages=stages)
+    try:
+        assert runner.stage_table()[1].first_module == "blocks.5"
+        for step in range(2):
+            reference.zero_grad()
+            accumulate(reference, reference.training_step, batches(2, seed=step))
+            assert_same_gradients(model, reference, train(runner, model, step))
+        assert (runner.stage_table()[1].first_module == "blocks.5") == (stages is not None)
+    finally:
+        runner.close()
+    assert ("did not call 'blocks.5', where a stage begins" in caplog.text) == (stages is not None)
+
+
 def test_a_first_step_that_fails_is_watched_again_and_no_hook_is_left(borrowed: set[int]) -> None:
     model = Towers()
     runner = PipelineRunner(model, ["cpu", "cpu"])

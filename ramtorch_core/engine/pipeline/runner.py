@@ -189,15 +189,22 @@ class PipelineRunner:
     def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
         """Let the stages follow the running order, if that is another one; returns the result at its new places."""
         away = self.stages.away(order)
-        if away < WORTH_CUTTING_ANEW and not (self.streamed is not None and self.streamed.out_of_place(order)):
+        astray = self.streamed is not None and self.streamed.out_of_place(order)
+        if away < WORTH_CUTTING_ANEW and not astray and not self.stages.never_entered(order):
             return result
         try:
             self._replace(self._find(order))
         except ConfigurationError:  # too few modules are called, and called once, to begin stages
             self._replace(StageMap(self.stages.root, self.stages.entries, order))
-        if away < WORTH_CUTTING_ANEW:
+        if idle := self.stages.never_entered(order):
+            log.warning(
+                "the first microbatch did not call %s, where a stage begins: what follows belongs to the stage before. "
+                "If none does, a device has nothing to do: cut elsewhere (stages=[...])",
+                " and ".join(f"'{name}'" for name in idle),
+            )
+        if astray:
             log.info("chunks that run in another stage than it seemed stream there, those of several stages nowhere")
-        else:
+        if away >= WORTH_CUTTING_ANEW:
             log.warning(
                 "modules run in another order than they are registered in, and %.0f %% of the weights were copied to "
                 "where they are used. From now on they are there:\n%s",

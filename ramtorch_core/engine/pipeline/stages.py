@@ -99,6 +99,10 @@ class StageMap:
         present = self.homes | self.streamed
         return sum(size for key, size in sizes.items() if homes[key] != present[key]) / max(1, sum(sizes.values()))
 
+    def never_entered(self, order: RunningOrder) -> list[str]:
+        """The names of the modules that begin stages and were not called, if `order` is right."""
+        return [name for name, module in self.entries if not order.is_called(module)]
+
     def rows(self, devices: Sequence[str]) -> list[StageRow]:
         """The stage table; `devices[s]` names the device of stage s."""
         totals = [sum(p.numel() for p in parameters) for parameters in self.owned]
