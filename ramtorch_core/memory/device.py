@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._guards import detect_fake_mode
@@ -65,10 +65,13 @@ def parse_device(device: object) -> torch.device:
     Raises:
         ConfigurationError: nothing.
     """
+    given: Any = f"cuda:{device}" if isinstance(device, int) else device
     try:
-        if isinstance(device, bool):
-            raise TypeError
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[call-overload]
+        made = torch.device(given)
+        index = given.partition(":")[2] if isinstance(given, str) else ""
+        if index not in ("", str(made.index)) or (made.index or 0) < 0:
+            raise ValueError  # torch counts in eight bits: its cuda:256 is cuda:0
+        return made
     except (RuntimeError, TypeError, ValueError):
         hint = "use 'cpu', 'cuda', 'cuda:<index>', an index, or a torch.device"
         raise ConfigurationError(f"device={shown(device)}: {hint}") from None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.memory.device import COMPLETE, Device, device_count
+from ramtorch_core.memory.device import COMPLETE, Device, device_count, parse_device
 
 
 def test_on_the_cpu_streams_are_none_and_events_are_complete():
@@ -30,6 +30,14 @@ def test_on_the_cpu_streams_are_none_and_events_are_complete():
 def test_kinds_of_devices_that_are_not_supported_are_refused(name):
     with pytest.raises(ConfigurationError, match="use 'cpu' or 'cuda:<index>'"):
         Device(name)
+
+
+@pytest.mark.parametrize("given", [True, -1, 256, "cuda:256", "cuda:128", "gpu", "", " ", None, 1.5, torch.ones(2)])
+def test_what_torch_takes_for_no_device_or_for_another_one_is_refused(given):
+    """To torch `cuda:256` is `cuda:0`."""
+    with pytest.raises(ConfigurationError, match=r"device=.*: use 'cpu', 'cuda', 'cuda:<index>'"):
+        parse_device(given)
+    assert parse_device(3) == parse_device("cuda:3") == torch.device("cuda", 3)
 
 
 def test_a_gpu_that_does_not_exist_is_refused_with_the_number_of_those_that_do():
