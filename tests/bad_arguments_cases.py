@@ -1,8 +1,5 @@
-"""Constructors and commands, their arguments, and values that hardly any of them allows."""
+"""Constructors, their arguments, and values that hardly any of them allows."""
 
-import contextlib
-import functools
-import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +23,7 @@ from ramtorch_core import (
     PlanError,
     attach,
 )
-from ramtorch_core.plan.schedule import build
-from ramtorch_core.simulate import offload_command, pipeline_offload_command, schedule_command
+from ramtorch_core.plan.schedule import SCHEDULES, build
 from ramtorch_lightning import OffloadMonitor, OffloadStrategy, PipelineMonitor, PipelineStrategy
 
 WIDTH = 4
@@ -86,6 +82,41 @@ FUNCTIONS: list[Any] = [answers(value) for value in (None, [], [None], True, 3, 
 USED: dict[str, list[Any]] = {"tokens": [], "split_fn": [*FUNCTIONS[:2], *FUNCTIONS[3:5]]}
 """Functions that these arguments get: what others return, a model's own step fails on."""
 VALUES = [*NUMBERS, *WORDS, *SEQUENCES, *OBJECTS, *FUNCTIONS]
+
+
+SENSIBLE: dict[str, list[Any]] = {
+    "window": [1, 2, 9, "auto", None],
+    "pin": [0, 1, 9, "auto", [0], ["net.blocks.0"]],
+    "chunks": [None, "leaves", "**.0", nn.Linear],
+    "activations": ["keep", "checkpoint", "recompute", "auto"],
+    "gradients": ["auto", "published"],
+    "kernel": ["auto", "torch"],
+    "updates": ["host", "auto", 0.5, 1.0, ["net.head"]],
+    "stream_dtype": ["auto", torch.bfloat16, torch.float32],
+    "resident_below": [0, 100, 2**20],
+    "host_memory": [None, 1, 10**10],
+    "gpu_memory": [None, 1, "1GB"],
+    "n_microbatches": [1, 2, 9],
+    "devices": [["cpu"], ["cpu"] * 2, ["cpu"] * 3],
+    "schedule": [*SCHEDULES, "auto", *SCHEDULES.values(), build("gpipe", 2, 2)],
+    "stages": [None, ["net.blocks.1"], ["net.blocks.2", "net.blocks.1"], ["net.blocks.1", "net.head"]],
+    "split_spec": [None, ["0.1"], ["1"], ["0.1", "1"]],
+    "balance": ["parameters", "memory"],
+    "device_weights": [None, [1.0, 2.0], [1.0]],
+    "evaluate": ["pipelined", "whole"],
+    "device": ["cpu"],
+    "keep_activations": [True, False, "checkpoint"],
+    "pin_layers": [None, [0], [1, 0]],
+    "autocast": [None, "bf16", "fp16"],
+    "example": [None, torch.ones(1, WIDTH), (torch.ones(2, WIDTH),)],
+    "betas": [(0.0, 0.5)],
+    "moments": [torch.float32, torch.bfloat16],
+    "piece_bytes": [256, 1024],
+    "every_n_steps": [None, 1, 5],
+    "microbatches": [1, 9],
+    "name": [*SCHEDULES],
+}
+"""Values that an argument allows, though not all of them together."""
 
 
 def net() -> nn.Module:
@@ -228,8 +259,11 @@ def values(name: str) -> SearchStrategy[Any]:
     """What the argument `name` is given; no function whose own error would come out, as it should."""
     fits = [value for value in VALUES if not (name in USED and callable(value) and value not in USED[name])]
     if name == "piece_bytes":
-        return st.sampled_from(fits)  # a large one is memory that is asked for
+        return st.sampled_from([*fits, *SENSIBLE[name]])  # a large one is memory that is asked for
     return st.one_of(
+        st.sampled_from(SENSIBLE.get(name, fits)),
+        st.sampled_from(SENSIBLE.get(name, fits)),
+        st.sampled_from(SENSIBLE.get(name, fits)),
         st.sampled_from(fits),
         st.integers(),
         st.floats(),
@@ -239,11 +273,11 @@ def values(name: str) -> SearchStrategy[Any]:
 
 
 def calls() -> SearchStrategy[tuple[Target, dict[str, Any]]]:
-    """One to three bad arguments of one target."""
+    """One to four arguments of one target, bad or in bad company."""
     return st.sampled_from(TARGETS).flatmap(
         lambda target: st.tuples(
             st.just(target),
-            st.lists(st.sampled_from(target.arguments), min_size=1, max_size=3, unique=True).flatmap(
+            st.lists(st.sampled_from(target.arguments), min_size=1, max_size=4, unique=True).flatmap(
                 lambda names: st.fixed_dictionaries({name: values(name) for name in names})
             ),
         )
@@ -259,61 +293,3 @@ def problem(error: BaseException, names: Sequence[str]) -> str | None:
     if not any(re.search(rf"\b{word}s?\b", message, re.IGNORECASE) for word in called):
         return f"{type(error).__name__} names none of {', '.join(names)}: {message}"
     return None
-
-
-# --- command lines ---------------------------------------------------------------------------------------------------
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "schedule_simulator": schedule_command.main,
-    "offload_simulator": offload_command.main,
-    "pipeline_offload_simulator": pipeline_offload_command.main,
-}
-TEXTS = ["", "-1", "0", "1", "2", "7", "1.5", "nan", "inf", "-inf", "1e30", "1000000", "1e9", "1G", "-1M", "1:2"]
-TEXTS += ["1:1:2", "0:0", "1:nan", "1,2", "1,", "a", "1,a", "keep", "checkpoint", "gpipe", "zbv,gpipe", "interleaved"]
-TEXTS += ["first2", "first-1", "firstx", "first99", "first1G", "none", "host", "/dev/null", "/nonexistent/x", "1e-300"]
-TEXTS += ["9" * 50, "--", "="]
-FLAG_ALIASES = {"p": ["stages"], "m": ["microbatches"], "v": ["stages"], "layers": ["chunks"], "table": ["schedule"]}
-ALONE = ("--json", "--choose", "--forward-only", "--vshape", "--help")
-
-
-def flags(command: str) -> list[str]:
-    """Those that its help lists."""
-    text = said(command, ["--help"])[1]
-    return sorted(set(re.findall(r"--[a-z0-9-]+", text)) - {"--help", "--plot"})
-
-
-def said(command: str, words: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, output, and errors."""
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            code = COMMANDS[command](words)
-        except SystemExit as end:  # argparse's
-            code = int(end.code or 0)
-    return code, output.getvalue(), errors.getvalue()
-
-
-@functools.cache
-def lines() -> SearchStrategy[tuple[str, list[str]]]:
-    """A command with one to four flags."""
-    known = {command: flags(command) for command in COMMANDS}
-    word = lambda flag: st.just(flag) if flag in ALONE else st.sampled_from(TEXTS).map(lambda text: f"{flag}={text}")
-    return st.sampled_from(list(COMMANDS)).flatmap(
-        lambda command: st.tuples(
-            st.just(command),
-            st.lists(st.sampled_from(known[command]), min_size=1, max_size=4, unique=True).flatmap(
-                lambda names: st.tuples(*map(word, names)).map(list)
-            ),
-        )
-    )
-
-
-def refusal_problem(words: Sequence[str], errors: str) -> str | None:
-    """What is wrong with the message of a command that refused its flags."""
-    last = errors.strip().splitlines()[-1] if errors.strip() else ""
-    names = [word.removeprefix("--").partition("=")[0] for word in words]
-    called = [other for name in names for other in (name, name.replace("-", "_"), *FLAG_ALIASES.get(name, ()))]
-    given = [text for word in words if (text := word.partition("=")[2])]
-    if any(re.search(rf"\b{re.escape(name)}\b", last) for name in called) or any(text in last for text in given):
-        return None
-    return f"names none of {' '.join(words)}: {last}"

@@ -8,7 +8,8 @@ import os
 from typing import Any
 
 import pytest
-from bad_arguments_cases import Target, calls, lines, problem, refusal_problem, said
+from bad_arguments_cases import Target, calls, problem
+from bad_flags_cases import lines, refusal_problem, said
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
