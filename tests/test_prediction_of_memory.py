@@ -7,7 +7,7 @@ import pytest
 from virtual_device import BOUNCE_BYTES
 from virtual_world_cases import WIDTH, Times, World
 
-from ramtorch_core import prediction
+from ramtorch_core import pricing
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
@@ -31,7 +31,7 @@ KNOBS = list(itertools.product((1, 3), (True, False), (1, 2)))  # slots, checkpo
 @pytest.fixture(autouse=True)
 def small_bounce_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the virtual device has it."""
-    monkeypatch.setattr(prediction, "BOUNCE_BYTES", BOUNCE_BYTES)
+    monkeypatch.setattr(pricing, "BOUNCE_BYTES", BOUNCE_BYTES)
 
 
 @pytest.mark.parametrize("name", WORLDS)

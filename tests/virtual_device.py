@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ramtorch_core import prediction
+from ramtorch_core import pricing
 from ramtorch_core.engine import inventory, measuring, stream, timed_passes, updates
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.memory import gradients
@@ -364,7 +364,7 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
         patch.setattr(timed_passes, "time", SimpleNamespace(perf_counter=lambda: device.now))
         patch.setattr(timed_passes, "_Ahead", lambda device: SimpleNamespace(work=device.work))
         patch.setattr(measuring, "Moment", device.moment)
-        for module in (gradients, prediction):
+        for module in (gradients, pricing):
             patch.setattr(module, "BOUNCE_BYTES", BOUNCE_BYTES)
         patch.setattr(gradients, "SMALL_BYTES", 0)  # large weights move one by one
         yield

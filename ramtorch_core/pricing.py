@@ -1,0 +1,146 @@
+"""What a calibration comes to in the simulator's terms: the costs of chunks, and of what is beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ramtorch_core.engine.calibration import Calibration, ChunkMeasure
+from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
+from ramtorch_core.memory.gradients import BOUNCE_BYTES
+from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
+from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
+
+__all__ = ["STATE_BYTES", "costs", "half_precision", "step_cost"]
+
+STATE_BYTES = 8
+"""Of AdamW, per trained parameter."""
+
+
+def costs(
+    calibration: Calibration,
+    microbatches: int = 1,
+    rates: Rates | None = None,
+    optimizer: Optimizer = Optimizer.OVERLAPPED,
+) -> list[ChunkCost]:
+    """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
+
+    Args:
+        rates: of another machine with the same device.
+        optimizer: as of the plan. Gradients that are published cross in the master's dtype, and shadows of masters
+            that the optimizer itself steps are cast again; updates take gradients as backward leaves them.
+    """
+    rates = rates or calibration.rates
+    return [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
+
+
+def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -> StepCost:
+    """What a step costs beside its chunks.
+
+    Memory in no chunk is what was measured in the phases of a step beyond what the plan then holds.
+
+    Args:
+        measured: the plan of the steps in which memory was measured; by default that of `calibrate`.
+    """
+    issue, peaks = calibration.issue, calibration.peaks
+    found = StepCost(
+        loss=calibration.outside,
+        issue_begin=issue.begin,
+        issue_loss=issue.loss,
+        between=calibration.between,
+        awaited=calibration.awaited,
+    )
+    if peaks is None:
+        return found
+    plan = replace(measured or StreamingPlan(optimizer=Optimizer.OVERLAPPED), window=calibration.window, pin=0)
+    chunks = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    slots = min(plan.window, len(chunks)) * max(chunk.weight_bytes for chunk in chunks)
+    base = max(0.0, peaks.before - slots)
+    held, first, others = _held(chunks, plan)
+    return replace(
+        found,
+        base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces),
+        bounce_bytes=BOUNCE_BYTES,
+        forward_bytes=max(0.0, peaks.forward - base - slots - held),
+        loss_bytes=max(0.0, peaks.loss - base - slots - held),
+        turn_bytes=max(0.0, (peaks.turn or peaks.loss) - base - slots - held),
+        first_bytes=max(0.0, peaks.first - base - slots - first),
+        work_bytes=max(0.0, peaks.backward - base - slots - others),
+    )
+
+
+def _held(chunks: Sequence[ChunkCost], plan: StreamingPlan) -> tuple[float, float, float]:
+    """Bytes of activations and gradients while nothing is resident.
+
+    Between forward and backward, in the first visit of a backward, and the most in the others.
+    """
+    together = plan.microbatches if plan.order is Order.CHUNK else 1
+    level = held = together * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
+    visits = []
+    for position, chunk in reversed(list(enumerate(chunks))):
+        leaving = sum(later.left_bytes for later in chunks[position : position + GRADIENTS_IN_FLIGHT + 1])
+        visits.append(level + chunk.made_bytes(plan.checkpoint) + leaving)
+        level -= together * chunk.held_bytes(plan.checkpoint)
+    return held, visits[0], max(visits[1:], default=0.0)
+
+
+def half_precision(calibration: Calibration) -> Calibration | None:
+    """The same model if its weights and gradients crossed in half precision; None if they do.
+
+    Compute takes as long, and activations as much, as they were measured.
+    """
+    full = [chunk for chunk in calibration.chunks if chunk.parameters and chunk.weight_bytes >= 4 * chunk.parameters]
+    if not full:
+        return None
+    halved = [
+        replace(chunk, weight_bytes=chunk.weight_bytes // 2, gradient_bytes=chunk.gradient_bytes // 2)
+        if chunk in full
+        else chunk
+        for chunk in calibration.chunks
+    ]
+    return replace(calibration, chunks=tuple(halved))
+
+
+def _cost(
+    calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, optimizer: Optimizer
+) -> ChunkCost:
+    width = chunk.master_bytes / max(1, chunk.parameters)
+    summed = chunk.trained * width  # several microbatches are added up in the master's dtype
+    published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
+    gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
+    half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
+    shadow_bytes = chunk.weight_bytes if half else 0
+    cast_bytes = chunk.master_bytes if published and shadow_bytes else 0  # read once more
+    update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + cast_bytes
+    as_measured = update_bytes - cast_bytes - gradient_bytes + chunk.gradient_bytes
+    slower = calibration.update_factor * (update_bytes / as_measured if as_measured else 1.0)
+    device_bytes = UPDATE_BYTES / rates.device_update  # per second of its own memory, in its update
+    return ChunkCost(
+        forward=chunk.forward,
+        recompute=chunk.recompute,
+        backward=chunk.backward,
+        issue_forward=calibration.issue.forward,
+        issue_recompute=calibration.issue.recompute,
+        issue_backward=calibration.issue.backward,
+        cast=(chunk.master_bytes + chunk.weight_bytes) / device_bytes if half else 0.0,
+        add=3 * summed / device_bytes,
+        transfer=chunk.weight_bytes / rates.h2d,
+        gradient=gradient_bytes / rates.d2h,
+        accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
+        update=chunk.trained * rates.host_update * slower,
+        recast=(chunk.master_bytes + chunk.weight_bytes) / rates.host_memory if half and not published else 0.0,
+        device_update=chunk.trained * rates.device_update,
+        state_in=(summed + chunk.trained * STATE_BYTES) / rates.h2d,
+        state_out=(summed + chunk.trained * STATE_BYTES + chunk.weight_bytes) / rates.d2h,
+        weight_bytes=chunk.weight_bytes,
+        master_bytes=chunk.master_bytes,
+        gradient_bytes=gradient_bytes,
+        produced_bytes=chunk.gradient_bytes,
+        resident_gradient_bytes=summed,
+        passing_bytes=chunk.gradient_bytes * (half or several) + chunk.largest * width * (half and several),
+        state_bytes=chunk.trained * STATE_BYTES,
+        update_bytes=update_bytes,
+        kept_bytes=chunk.kept_bytes,
+        boundary_bytes=chunk.boundary_bytes,
+        recomputed_bytes=chunk.recomputed_bytes,
+    )
