@@ -52,7 +52,7 @@ def test_bad_arguments_work_or_are_named(call: tuple[Target, dict[str, Any]]) ->
         target.use(arguments)
     except Exception as error:
         event(f"{target.name}: {type(error).__name__}")
-        wrong = problem(error, list(arguments))
+        wrong = problem(error, target.arguments)
         if wrong is not None:
             raise AssertionError(f"{target.name}({arguments}): {wrong}") from error
     else:

@@ -11,7 +11,7 @@ from pipeline_cases import WIDTH, Block, Chain
 from torch import Tensor, nn
 
 from ramtorch_core import ConfigurationError, Pipeline, PipelineModel, RamtorchError
-from ramtorch_core.plan.schedule import Schedule
+from ramtorch_core.plan.schedule import Schedule, gpipe
 
 SCHEDULES = ["gpipe", "staggered_1b1f", "1f1b", "zb_h1"]
 
@@ -256,6 +256,8 @@ def test_an_error_drops_the_gradients_of_the_step_and_keeps_those_published(open
         ({"loss_fn": F.cross_entropy, "n_microbatches": 0}, "n_microbatches=0"),
         ({"loss_fn": F.cross_entropy, "schedule": "zbv"}, "has 4 stages, but the model was cut into 2"),
         ({"loss_fn": F.cross_entropy, "schedule": "best"}, "no pipeline schedule is called 'best'"),
+        ({"loss_fn": F.cross_entropy, "schedule": gpipe(2, 2)}, "'gpipe' is for 2 microbatches, but the batch makes 4"),
+        ({"loss_fn": F.cross_entropy, "schedule": lambda d, _: gpipe(d, 2)}, "made 'gpipe' for 2 .* asked for 4"),
         ({"loss_fn": F.cross_entropy, "targets": torch.zeros(3)}, "cannot be cut into microbatches.*diced=True"),
     ],
 )

@@ -256,6 +256,9 @@ def _made(spec: Any, devices: int, microbatches: int) -> Schedule:
     if callable(spec) and not isinstance(spec, type | nn.Module):
         schedule = spec(devices, microbatches)
         if isinstance(schedule, Schedule):
+            if schedule.microbatches != microbatches:
+                made = f"the function made {schedule.name!r} for {schedule.microbatches} microbatches"
+                raise ConfigurationError(f"schedule: {made} when it was asked for {microbatches}")
             return schedule
         what = f"schedule: the function returned {shown(schedule)}"
     raise ConfigurationError(f"{what}; a name, a Schedule, or a function that makes one is needed")

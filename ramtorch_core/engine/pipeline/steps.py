@@ -119,6 +119,11 @@ class Steps:
         if self._last is not None and self._last[:2] == (spec, microbatches):
             return self._last[2]
         schedule = plan_schedule(spec, len(self.runner.devices), microbatches)
+        if schedule.microbatches != microbatches:
+            raise ConfigurationError(
+                f"schedule {schedule.name!r} is for {schedule.microbatches} microbatches, but the batch makes "
+                f"{microbatches}: pass n_microbatches={schedule.microbatches}, or a function that makes schedules"
+            )
         if schedule.placement != self.runner.plan(1).placement:
             raise ConfigurationError(
                 f"schedule {schedule.name!r} has {schedule.stages} stages, but the model was cut into "
