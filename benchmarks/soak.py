@@ -3,10 +3,10 @@
     python benchmarks/soak.py [--minutes 60] [--strategy offload|pipeline|plain] [--options "window=3"] [--json FILE]
 
 Ordinary Trainers, one after the other (`--fits`), each resumed from the last checkpoint of the one before, with
-validation, checkpoints, a logger, dropout, and clipped gradients in every third epoch. A sample is taken at the end of
-an epoch. The table has the first, those after a quarter and after half of the time, and the last; the status is 1
-if a loss was not finite or if, from the quarter to the end, anything grew by more than its bound. `plain` is the
-Trainer's own strategy, for comparison. Linux only: figures of the process come from /proc.
+validation and two checkpoint files per epoch, a logger, a monitor, dropout, and clipped gradients in every third epoch.
+A sample is taken at the end of an epoch. The table has the first, those after a quarter and after half of the time, and
+the last; the status is 1 if a loss was not finite or if, from the quarter to the end, anything grew by more than its
+bound. `plain` is the Trainer's own strategy, for comparison. Linux only: figures of the process come from /proc.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def fit(module: Classifier, arguments: argparse.Namespace, folder: Path, resumed
     trainer = L.Trainer(
         accelerator="gpu" if gpu else "cpu", devices=1, strategy=strategy, precision=arguments.precision, max_epochs=-1,
         logger=CSVLogger(folder, name="logs"),
-        callbacks=[ModelCheckpoint(folder, monitor="validation", save_top_k=2, save_last=True), *monitors],
+        callbacks=[ModelCheckpoint(folder, monitor="step", mode="max", save_top_k=2, save_last=True), *monitors],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     width = module.net[-1].in_features
