@@ -78,6 +78,7 @@ class StepPath:
         self._stepping: Optimizer | None = None  # whose step the backward under way may begin
         self._default_dtype = torch.get_default_dtype()  # around that step
         self._waiting: _WaitForUpdates | None = None
+        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._same_norm = gradients == "published"  # as of the run that overlaps, which this one may be compared with
         reason = "gradients='published'" if gradients == "published" else why_published(module, trainer, optimizers)
         self.overlaps = reason is None and bool(streamer.groups)
@@ -87,8 +88,7 @@ class StepPath:
                 streamer.check_host_memory(overlapped=False)  # gradients of the whole model wait for the last one
             between = any(is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_BETWEEN_STEPS)
             updates.run_on = not streamer.conservative and not between
-            self._waiting = _WaitForUpdates.of(trainer.callbacks)  # type: ignore[attr-defined]
-            self._waiting.wait = updates.wait
+            self._waiting = _WaitForUpdates(updates.wait)
             until = ", and while the next forward goes on" if updates.run_on else ""
             rank_zero_info(f"OffloadStrategy: chunks are updated while backward goes on{until}; {updates.describe()}")
         else:
@@ -103,6 +103,9 @@ class StepPath:
     @contextlib.contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the Trainer's optimizer step, backward included."""
+        usual = self._trainer.callbacks is self._callbacks  # type: ignore[attr-defined]  # no tuner's for a while
+        if self._waiting is not None and usual and self._waiting not in self._callbacks:
+            self._callbacks.insert(0, self._waiting)  # not before: hooks of the set-up see those that were given
         precision: Any = self._trainer.precision_plugin
         replaces = (self.overlaps or self._same_norm) and (
             type(precision).clip_grad_by_norm is Precision.clip_grad_by_norm
@@ -137,9 +140,8 @@ class StepPath:
         self._streamer.updates.end()
 
     def close(self) -> None:
-        """Let the Trainer go."""
-        if self._waiting is not None:
-            self._waiting.wait = _nothing
+        """Leave the Trainer as it was."""
+        self._callbacks[:] = [callback for callback in self._callbacks if callback is not self._waiting]
 
     def _clip(self, optimizer: Optimizer, max_norm: float) -> None:
         self._streamer.updates.clip(self._trainer.precision_plugin.main_params(optimizer), max_norm)
@@ -158,43 +160,35 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 class _WaitForUpdates(pl.Callback):
     """Goes before all other callbacks: hooks that run now and then see finished updates.
 
-    Where hooks that run after every batch may read weights, the optimizer's step waits. It stays with the Trainer, so
-    that there are as many callbacks after a fit as within it.
+    Where hooks that run after every batch may read weights, the optimizer's step waits.
     """
 
-    def __init__(self) -> None:
-        self.wait: Callable[[], None] = _nothing
-
-    @classmethod
-    def of(cls, callbacks: list[pl.Callback]) -> _WaitForUpdates:
-        """The one among these callbacks, put first if it was not there."""
-        waiting = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
-        callbacks[:] = [waiting, *(callback for callback in callbacks if callback is not waiting)]
-        return waiting
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"wait": _nothing}  # a copy of the Trainer's callbacks has no engine to wait for
+        return {"_wait": _nothing}  # a copy of the Trainer's callbacks has no engine to wait for
 
     @override
     def on_train_epoch_end(self, *_: Any) -> None:
-        self.wait()
+        self._wait()
 
     @override
     def on_train_end(self, *_: Any) -> None:
-        self.wait()
+        self._wait()
 
     @override
     def on_validation_start(self, *_: Any) -> None:
-        self.wait()
+        self._wait()
 
     @override
     def on_save_checkpoint(self, *_: Any) -> None:
-        self.wait()
+        self._wait()
 
     @override
     def on_exception(self, *_: Any) -> None:
         with contextlib.suppress(BaseException):  # the first error is the one to report
-            self.wait()
+            self._wait()
 
 
 def _nothing() -> None:

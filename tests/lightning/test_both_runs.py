@@ -278,3 +278,20 @@ def test_compiled_blocks_of_a_pipeline_train_the_same() -> None:
 
     compare("pipeline", Compiled, max_epochs=1)
     torch.compiler.reset()
+
+
+@either
+def test_the_callbacks_of_a_trainer_are_those_that_it_was_given(name: str) -> None:
+    """Before the first step and after the fit; Lightning's own tests compare the lists."""
+
+    class Copying(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.seen = list(trainer.callbacks)
+
+    callback = Copying()
+    trainer = make_trainer(strategy_of(name), max_epochs=1, callbacks=[callback])
+    given = list(trainer.callbacks)
+    for _ in range(2):
+        trainer.fit(Descent(), loader(), loader(8))
+        trainer.fit_loop.max_epochs += 1
+        assert callback.seen == given == trainer.callbacks

@@ -83,7 +83,7 @@ def test_an_error_of_the_user_ends_the_run_with_that_error_and_the_next_run_trai
     trainer = make_trainer(Counting(), gradient_clip_val=clip)
     trainer.fit(model, loader())
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert [type(callback).__name__ for callback in trainer.callbacks].count("_WaitForUpdates") == 1
+    assert not any("Wait" in type(callback).__name__ for callback in trainer.callbacks)
 
 
 def test_an_error_of_the_optimizer_ends_the_run_with_that_error() -> None:
