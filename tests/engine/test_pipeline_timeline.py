@@ -228,13 +228,13 @@ FORWARD, BACKWARD = (2.0, 3.0, 1.0, 4.0), (4.0, 10.0, 6.0, 2.0)
 @pytest.mark.parametrize("send", [0.0, 1.0])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("kinds", [("cpu", "meta"), ("meta", "cpu")])
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("host", ["computes", "launches", "launches one op at a time"])
 def test_on_a_virtual_clock_every_op_ends_when_the_simulator_says(
     schedule: str,
     send: float,
     microbatches: int,
     kinds: tuple[str, str],
-    exclusive: bool,
+    host: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wait too many would make a step longer than its plan, a wait too few shorter. Host work takes no time here."""
@@ -266,11 +266,12 @@ def test_on_a_virtual_clock_every_op_ends_when_the_simulator_says(
             module.layer.weight.register_hook(lambda _, s=stage, n=numbers: spend("W", s, next(n)))
     stages = resolve_entries(model, [f"stages.{i}" for i in range(1, plan.stages)], plan.stages)
     executor = Executor(stages, stage_devices)
-    executor._exclusive = exclusive
+    executor._exclusive = host == "computes"
     listeners = [device.ranges.listen() for device in devices]
     try:
         items = [torch.ones(2, WIDTH, device=devices[plan.placement[0]].torch) for _ in range(microbatches)]
-        executor.run(model.training_step, items, plan, lambda out, m: (out, None))
+        apart = host == "launches one op at a time"
+        executor.run(model.training_step, items, plan, lambda out, m: (out, None), exclusive=apart)
     finally:
         executor.close()
     costs = [[ChunkCost(forward=f, backward=b)] for f, b in zip(FORWARD, BACKWARD, strict=True)]

@@ -127,8 +127,9 @@ def test_backwards_run_beside_forwards_where_devices_compute_on_their_own(cast: 
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_the_baton_stays_with_its_thread_only_where_all_ops_exclude_each_other(exclusive: bool, cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0F0 0F1\n1F0 1F1"), exclusive)
+@pytest.mark.parametrize("sticky", [True, False])
+def test_the_baton_stays_with_its_thread_or_goes_round(exclusive: bool, sticky: bool, cast: Any) -> None:
+    turnstile = Turnstile(Schedule.parse("0F0 0F1\n1F0 1F1"), exclusive, sticky)
     first, second = cast(turnstile, 2)
     first.tell("enter", "0F0")
     first.until_idle()
@@ -136,10 +137,10 @@ def test_the_baton_stays_with_its_thread_only_where_all_ops_exclude_each_other(e
     waits_for(turnstile, "F", 0, 1)
     first.tell("leave", "0F0")
     first.until_idle()
-    if not exclusive:
+    if not sticky:
         second.until_idle()
     first.tell("enter", "1F0")
-    if exclusive:
+    if sticky:
         first.until_idle()
         assert (first.inside, second.inside) == (["0F0", "1F0"], [])
     else:
@@ -164,7 +165,7 @@ def test_a_thread_that_has_to_wait_hands_the_baton_over(cast: Any) -> None:
 
 
 def test_an_op_without_baton_admits_the_next_of_its_lane_at_once(cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0W0 0F0 0W1"), exclusive=False)
+    turnstile = Turnstile(Schedule.parse("0W0 0F0 0W1"), exclusive=False, sticky=False)
     first, second = cast(turnstile, 2)
     first.tell("enter", "0W0")
     first.until_idle()

@@ -111,7 +111,7 @@ class Executor:
                 parameter.grad = None
         dice = Dice(step, self._unique)
         ranges = [device.ranges for device in self.devices]
-        turnstile = Turnstile(schedule, exclusive or self._exclusive, recorder, ranges)
+        turnstile = Turnstile(schedule, exclusive or self._exclusive, self._exclusive, recorder, ranges)
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)

@@ -127,10 +127,10 @@ class PipelineRunner:
         self._follow_tree()
         plan = schedule or self.plan(len(inputs))
         streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step()
-        unknown = self._calls is not None and self.streamed is not None  # a chunk may run in any stage
+        shared = self.streamed is not None  # where user code skips a module that begins a stage, chunks run in another
         with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
             result = self._executor.run(
-                function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish, exclusive=unknown
+                function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish, exclusive=shared
             )
         calls, self._calls = self._calls, None
         return result if calls is None else self._cut_anew(result, calls.order())

@@ -49,10 +49,10 @@ class Turnstile:
     Apart from that nothing but the lanes orders the ops.
 
     Args:
-        exclusive: all ops need the baton, not only forwards. Then no two ops run side by side, and a thread that ends
-            an op keeps the baton for its next op if that may begin: to wake another thread costs as much as a small
-            op. Otherwise devices compute on their own, and the baton goes round, so that none of them waits for the
-            host to have taken one microbatch through all others.
+        exclusive: all ops need the baton, not only forwards: no two ops run side by side.
+        sticky: a thread that ends an op keeps the baton for its next op, if that may begin, where the host itself
+            computes and to wake another thread costs as much as a small op. Otherwise the baton goes round, so that no
+            device waits for the host to have taken one microbatch through all others.
         recorder: is told when each op began and ended.
         ranges: per stage, where its ops are shown and timed.
     """
@@ -61,12 +61,13 @@ class Turnstile:
         self,
         schedule: Schedule,
         exclusive: bool = True,
+        sticky: bool = True,
         recorder: Recorder | None = None,
         ranges: Sequence[Ranges] | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self._mutex = threading.Lock()
-        self._exclusive = exclusive
+        self._sticky = sticky
         self._baton_taken = False
         self._for_baton: deque[_Gate] = deque()
         """Those that wait for the baton alone."""
@@ -124,7 +125,7 @@ class Turnstile:
                         self._for_baton.append(following)
                     else:
                         self._admit(following)
-            if not (gate.baton and self._exclusive):
+            if not (gate.baton and self._sticky):
                 self._hand_over()
 
     def rest(self) -> None:
