@@ -223,7 +223,8 @@ def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: Streamin
     on_host = plan.train and plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED, Optimizer.OVERLAPPED)
     update = sum(c.update for c in streamed) * on_host
     gradients = sum(c.gradient for c in streamed) * on_host
-    apart = compute + update if plan.optimizer is Optimizer.PUBLISHED else max(compute, update)
+    in_turns = plan.optimizer is Optimizer.PUBLISHED and beside.awaited
+    apart = compute + update if in_turns else max(compute, update)
     host_bytes = sum(c.update_bytes + c.gradient_bytes for c in streamed) * on_host
     memory = host_bytes / machine.host_memory if machine.host_memory else 0.0
     return max(apart, gradients, sum(c.transfer for c in streamed), memory)

@@ -108,8 +108,15 @@ class Work:
         return self.add("", "", Kind.JOIN, 0.0, after)
 
     def run(self) -> Times:
-        """Start every task as early as possible; deterministic."""
-        return _Run(self).times()
+        """Start every task as early as possible; deterministic.
+
+        Raises:
+            ConfigurationError: times that add up to more than a number can hold.
+        """
+        times = _Run(self).times()
+        if not math.isfinite(max(times.end, default=0.0)):
+            raise ConfigurationError("the times add up to more than a number can hold: use a larger unit")
+        return times
 
 
 class _Run:

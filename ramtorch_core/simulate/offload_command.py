@@ -140,12 +140,10 @@ def _choose(arguments: argparse.Namespace, machine: Machine, beside: StepCost) -
     chunks = chunks_of(arguments, machine, knobs)
     base = _plan(knobs, train=not arguments.forward_only)
     choice = choose(chunks, machine, base=base, beside=beside)
-    if not arguments.json:
-        print(choice)
-        print()
     plan = choice.plan
     knobs |= {"window": plan.window, "pin": plan.pin, "activations": "checkpoint" if plan.checkpoint else "keep"}
-    options.present([_row(knobs, (), arguments, choice.result)], arguments, choice=_as_data(choice))
+    row = _row(knobs, (), arguments, choice.result)
+    options.present([row], arguments, head=str(choice), choice=_as_data(choice))
 
 
 def _as_data(choice: Choice) -> dict[str, object]:

@@ -134,8 +134,13 @@ def main(body: Callable[[Sequence[str]], None], program: str, argv: Sequence[str
     return 0
 
 
-def present(rows: Sequence[Row], arguments: argparse.Namespace, **more: object) -> None:
-    """Print the table and the chart of the fastest row that fits, or JSON; draw a PNG if asked."""
+def present(rows: Sequence[Row], arguments: argparse.Namespace, head: str = "", **more: object) -> None:
+    """Print the table and the chart of the fastest row that fits, or JSON; draw a PNG if asked.
+
+    Args:
+        head: printed first, unless JSON is asked for; nothing is printed before what cannot be done is refused.
+        more: into the JSON object.
+    """
     if arguments.width < 20:
         raise ConfigurationError(f"width={arguments.width}: a chart needs at least 20 columns")
     if arguments.width > 1000:
@@ -152,6 +157,8 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, **more: object) 
         print(json.dumps({"rows": found, "fastest": best, "timeline": _as_data(rows[best].line), **more}))
         return
     used = [key for key in rows[0].figures if any(row.figures.get(key) for row in rows) or key in ("seconds", "GPU")]
+    if head:
+        print(f"{head}\n")
     if common:
         print(f"{common}\n")
     print(table([_cells(row, used, varied | ({"fits"} & row.knobs.keys())) for row in rows]))

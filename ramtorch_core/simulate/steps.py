@@ -185,7 +185,7 @@ class Steps:
             lane.spend(beside.issue_loss, "loss")
             if beside.loss or beside.loss_bytes or beside.turn_bytes:
                 self._latest = lane.step(Kind.LOSS, beside.loss, self._label("L", "", m), [self._latest])
-            if len(group) == 1:
+            if len(group) == 1 or not plan.train:
                 lane.hold(beside.loss_bytes, self._latest, self._latest)
             self._losses[m] = self._latest
         if plan.checkpoint or not plan.train:  # otherwise they are saved for backward
@@ -214,7 +214,9 @@ class Steps:
         forward = self._forwards[chunk, m]
         lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
         first = chunk == len(self.chunks) - 1
-        if first and plan.order is Order.CHUNK:  # all microbatches' losses wait for the first backward
+        if (
+            first and plan.order is Order.CHUNK and plan.microbatches > 1
+        ):  # all microbatches' losses wait for the first backward
             lane.hold(self._beside.loss_bytes, self._losses[m], visit)
         work = self._beside.first_bytes if first else self._beside.work_bytes
         lane.hold(work + cost.made_bytes(plan.checkpoint), visit, visit)

@@ -1,11 +1,24 @@
 """What a step costs beside its chunks, what resident chunks cost besides, and a device that copies as it computes."""
 
-from dataclasses import replace
+from collections.abc import Container
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
 
 import pytest
 
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.simulate import ChunkCost, Machine, Optimizer, StepCost, StreamingPlan, simulate_streaming
+from ramtorch_core.simulate import (
+    Accumulate,
+    ChunkCost,
+    Machine,
+    Optimizer,
+    Order,
+    StepCost,
+    StreamingPlan,
+    simulate_streaming,
+)
+from ramtorch_core.simulate.choose import _least_bytes, _least_seconds
 
 KEEP = StreamingPlan(checkpoint=False)
 PLAIN = [ChunkCost(forward=1, backward=2)] * 2
@@ -122,6 +135,42 @@ def test_a_forward_meets_the_gradients_of_the_step_before_and_what_autocast_has_
     passing = [replace(chunk, passing_bytes=11)] * 3
     assert peak(passing, plan) == stays + 3 * 20 + 1 + 11  # the last of them is on its way
     assert peak([chunk] * 3, plan, StepCost(step_bytes=30)) == stays + 3 * 20 + 30
+
+
+def test_no_step_is_shorter_nor_smaller_than_the_bounds_by_which_plans_are_left_out() -> None:
+    random = Random(0)
+
+    def some(most: float = 5) -> float:
+        return random.choice([0, random.uniform(0, most)])
+
+    def amounts(kind: type[Any], without: Container[str] = ()) -> Any:
+        return kind(**{field.name: some() for field in fields(kind) if field.name not in without})
+
+    for _ in range(150):
+        chunks = [amounts(ChunkCost) for _ in range(random.randint(1, 6))]
+        beside = amounts(StepCost, {"awaited"})
+        plan = StreamingPlan(
+            window=random.randint(1, 3),
+            pin=random.randint(0, len(chunks)),
+            checkpoint=random.random() < 0.5,
+            microbatches=random.randint(1, 3),
+            order=random.choice(list(Order)),
+            optimizer=random.choice(list(Optimizer)),
+            accumulate=random.choice(list(Accumulate)),
+            train=random.random() < 0.8,
+            recast=random.random() < 0.3,
+        )
+        beside = replace(beside, awaited=random.random() < 0.5)
+        machine = Machine(
+            both_ways=random.choice([None, 3.0]),
+            host_memory=random.choice([None, 4.0]),
+            asynchronous=random.random() < 0.8,
+        )
+        found = simulate_streaming(chunks, plan, machine, beside)
+        assert found.seconds >= _least_seconds(chunks, machine, plan, beside) * (1 - 1e-9)
+        assert found.peak_bytes >= _least_bytes(chunks, plan, beside) * (1 - 1e-9)
+        assert found.seconds >= beside.between * (1 - 1e-9)
+        assert all(part <= 1 + 1e-6 for part in (found.compute, found.h2d, found.d2h, *found.shared.values()))
 
 
 def test_amounts_that_cannot_be_are_refused() -> None:
