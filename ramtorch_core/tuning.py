@@ -176,10 +176,12 @@ class Tuner:
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
         measuring, count = self._measuring, self._steps_per_update
-        seconds, updates = statistics.median(measuring.seconds) / count, measuring.update_seconds() / count
-        self.simulated = predict(calibration, plan, measured=plan).seconds
-        self.measured = seconds
-        return fitted(calibration, plan, seconds, updates)
+        self.measured = statistics.median(measuring.seconds) / count
+        updates = measuring.update_seconds() / count
+        spread = replace(calibration, update_factor=calibration.update_factor / count)  # as `_spread` does afterwards
+        self.simulated = predict(spread, plan, measured=plan).seconds
+        found = fitted(spread, plan, self.measured, updates)
+        return replace(found, update_factor=found.update_factor * count)
 
     def _keeps(self, knobs: Knobs) -> str:
         return f"goes on with {_text(knobs, self._wish)}"

@@ -77,6 +77,14 @@ def test_microbatches_side_by_side_take_as_long_as_predicted(calibrations: dict[
         assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
 
 
+def test_published_gradients_take_as_long_as_predicted(calibrations: dict[str, Any]) -> None:
+    for limit, knobs in itertools.product(("gradients", "updates"), PLANS[::3]):
+        for microbatches in (1, 2):
+            plan = StreamingPlan(microbatches=microbatches, optimizer=Optimizer.PUBLISHED, **knobs)
+            found = predict(calibrations[limit], plan, Machine()).seconds
+            assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
+
+
 def test_compute_and_the_hosts_time_are_measured_apart_from_waits(calibrations: dict[str, Any]) -> None:
     for limit in ("compute", "transfers", "gradients", "updates"):
         found = calibrations[limit]

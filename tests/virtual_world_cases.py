@@ -197,11 +197,13 @@ class Loop:
                 if m == 0:
                     self.optimizer.zero_grad()
                 streamer.begin_lending()
-                last = m == plan.microbatches - 1
+                last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
                 with streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
                     loss.backward()
                 streamer.end_lending()
         self.optimizer.step()
+        if plan.optimizer is Optimizer.PUBLISHED:
+            self.device.spend(sum(self.device.ranges.updates.values()))
         self.device.spend(self.world.between)
         self.seconds, self.peak = self.device.now - begun, self.device.peak_bytes()
 
