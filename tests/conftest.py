@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -59,6 +60,15 @@ def logs_as_usual() -> Iterator[None]:
     for logger, (level, propagate, disabled) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled
+
+
+@pytest.fixture(autouse=True)
+def signals_as_usual() -> Iterator[None]:
+    """Lightning ignores interrupts from the first one on, for as long as the process lives; the next test does not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
