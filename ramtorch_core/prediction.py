@@ -158,7 +158,9 @@ def predict(
 ) -> Prediction:
     """Simulate `plan`, by default on the calibrated machine; `measured` as for `step_cost`."""
     found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
-    result = simulate_streaming(found, plan, on or machine(calibration.rates), step_cost(calibration, measured))
+    result = simulate_streaming(
+        found, plan, on or machine(calibration.rates), step_cost(calibration, measured, train=plan.train)
+    )
     return Prediction(result.seconds, result.peak_bytes, result)
 
 
@@ -205,7 +207,7 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     found = costs(calibration, base.microbatches, optimizer=base.optimizer)
-    return choose(found, on or machine(calibration.rates), base=base, beside=step_cost(calibration))
+    return choose(found, on or machine(calibration.rates), base=base, beside=step_cost(calibration, train=base.train))
 
 
 def predict_pipeline(

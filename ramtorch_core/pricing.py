@@ -34,19 +34,20 @@ def costs(
     return [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
 
 
-def step_cost(calibration: Calibration, measured: StreamingPlan | None = None) -> StepCost:
+def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:
     """What a step costs beside its chunks.
 
     Memory in no chunk is what was measured in the phases of a step beyond what the plan then holds.
 
     Args:
         measured: the plan of the steps in which memory was measured; by default that of `calibrate`.
+        train: False for forwards alone.
     """
     issue, peaks = calibration.issue, calibration.peaks
     found = StepCost(
-        loss=calibration.outside,
+        loss=calibration.outside if train else calibration.ahead,
         issue_begin=issue.begin,
-        issue_loss=issue.loss,
+        issue_loss=issue.loss if train else 0.0,
         between=calibration.between,
         awaited=calibration.awaited,
     )

@@ -220,7 +220,7 @@ def choose_for(
         found,
         machine(calibration.rates, free if given is None else PLANNED * given),
         base=base,
-        beside=replace(step_cost(calibration, measured), step_bytes=step_bytes),
+        beside=replace(step_cost(calibration, measured, train=base.train), step_bytes=step_bytes),
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
         resident=pins(len(found), most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),

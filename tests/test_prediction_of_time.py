@@ -85,6 +85,15 @@ def test_published_gradients_take_as_long_as_predicted(calibrations: dict[str, A
             assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
 
 
+@pytest.mark.parametrize("limit", WORLDS)
+def test_forwards_alone_take_as_long_as_predicted(calibrations: dict[str, Any], limit: str) -> None:
+    for knobs in PLANS[::2]:
+        plan = StreamingPlan(train=False, **knobs)
+        found = predict(calibrations[limit], plan, Machine()).seconds
+        tolerance = 0.02 if limit == "host" else 0.01  # how long the loss of a forward alone is issued is not known
+        assert WORLDS[limit].train(plan)[0] == pytest.approx(found, rel=tolerance), plan
+
+
 def test_compute_and_the_hosts_time_are_measured_apart_from_waits(calibrations: dict[str, Any]) -> None:
     for limit in ("compute", "transfers", "gradients", "updates"):
         found = calibrations[limit]

@@ -189,6 +189,12 @@ class Loop:
     def step(self) -> None:
         plan, streamer, begun = self.plan, self.streamer, self.device.now
         self.device.forget_peak()
+        if not plan.train:
+            with torch.no_grad():
+                self.loss(self.x)
+            self.device.spend(self.world.between)
+            self.seconds, self.peak = self.device.now - begun, self.device.peak_bytes()
+            return
         if plan.order is Order.CHUNK:
             self.runner.train(self.loss, [self.x] * plan.microbatches, lambda loss, _: (loss, None))
         else:

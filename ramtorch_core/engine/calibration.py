@@ -61,6 +61,7 @@ class Calibration:
 
     Attributes:
         outside: seconds per microbatch of compute in no chunk: the loss, and what does not stream.
+        ahead: the part of it that belongs to the forward.
         window: slots with which it was measured.
         peaks: the device's memory then; None where that is not known.
         issue: what the host takes.
@@ -74,6 +75,7 @@ class Calibration:
     outside: float
     window: int
     peaks: Peaks | None
+    ahead: float = 0.0
     issue: Issue = field(default_factory=Issue)
     awaited: bool = True
     between: float = 0.0
@@ -147,6 +149,7 @@ def calibrate_chunks(
             statistics.median(lap.outside for lap in laps),
             window,
             watch.peaks(),
+            statistics.median(lap.ahead for lap in laps),
             awaited=gets_gradients(streamer),
             issue=Issue(*(statistics.median(getattr(each, part.name) for each in issues) for part in fields(Issue))),
         )

@@ -18,13 +18,14 @@ __all__ = ["Compute", "Lap", "compute_of", "read_visits", "read_waits", "within"
 class Lap:
     """Seconds of one pass: of each visit, of the recompute in a chunk's backward visit, and of compute in no visit.
 
-    `passes` is how many there were in the step.
+    `passes` is how many there were in the step; `ahead` is the part of `outside` that belongs to the forward, if known.
     """
 
     visits: dict[Visit, float] = field(default_factory=lambda: defaultdict(float))
     recomputes: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     outside: float = 0.0
     passes: int = 1
+    ahead: float = 0.0
 
     def add(self, visit: Range, recomputes: Sequence[Range], waits: Sequence[Range]) -> float:
         """Count a visit, without the waits in it; returns its seconds."""

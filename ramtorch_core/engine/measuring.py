@@ -101,10 +101,12 @@ class Measuring:
             describe(group, footprints.get(chunk.index, Footprint()), compute_of(group, self.laps))
             for group, chunk in streamer._inventory.chunk_of.items()
         )
+        outside = statistics.median(lap.outside for lap in self.laps)
         return Calibration(
             rates=rates,
             chunks=measured,
-            outside=statistics.median(lap.outside for lap in self.laps),
+            outside=outside,
+            ahead=0.0 if self._train else outside,
             window=len(streamer.window.slots),
             peaks=self._peaks.peaks(),
             awaited=gets_gradients(streamer),

@@ -158,6 +158,7 @@ def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
             ahead.work(seconds)
         start, begun = device.mark(), time.perf_counter()
         loss = run.forward()
+        middle, until = device.mark(), device.ranges.tick()
         if not loss.requires_grad:
             raise ConfigurationError("the loss has no gradient: no parameter that it depends on is trained")
         loss.backward()
@@ -171,6 +172,9 @@ def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
     computed = sum(lap.add(each, recomputes, waits) for each in ended if each.kind is Kind.VISIT)
     waited = sum(wait.seconds for wait in waits)
     lap.outside = max(0.0, end.seconds_since(start) - waited - computed)
+    before = sum(wait.seconds for wait in waits if wait.ended < until)
+    forwards = sum(seconds for visit, seconds in lap.visits.items() if visit.direction is Direction.FORWARD)
+    lap.ahead = max(0.0, middle.seconds_since(start) - before - forwards)
     return TimedPass(lap, issuing(deliveries.ends, begun) if device.asynchronous else Issue(), host)
 
 

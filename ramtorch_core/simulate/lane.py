@@ -125,7 +125,7 @@ class Lane:
             issue: seconds that the host takes to issue it.
         """
         if chunk not in self.resident and not self._visits:
-            self._copy_ahead()
+            self.copy_ahead()
         needs = [*after, self._issued, self._since]
         if issue:
             waits = [self._issued, self._since, *self._rooms]
@@ -146,7 +146,7 @@ class Lane:
         self._visits.append(self._freed[slot])
         if position in self._last:
             self.holdings.append(Holding(self._place, 1, self._content[slot], task))
-        self._copy_ahead()
+        self.copy_ahead()
         return task
 
     def _end(self, task: int, issue: float) -> int:
@@ -198,6 +198,11 @@ class Lane:
             self.hold(held, began, last)
         self._gates = []
 
+    def copy_ahead(self) -> None:
+        """Issue the transfers whose slots are free once the visits so far are over."""
+        while self._waiting and self._waiting[0].after < len(self._visits):
+            self._copy(self._waiting.popleft())
+
     def hold(self, nbytes: float, since: int, until: int | None) -> None:
         """Bytes on the GPU from the start of one task to the end of another."""
         if nbytes:
@@ -210,11 +215,6 @@ class Lane:
     def peak_bytes(self, peaks: dict[str, float]) -> float:
         """The most bytes in use on the GPU at once."""
         return self.weight_bytes + peaks.get(self.memory, 0.0)
-
-    def _copy_ahead(self) -> None:
-        """Issue the transfers whose slots are free once the visits so far are over."""
-        while self._waiting and self._waiting[0].after < len(self._visits):
-            self._copy(self._waiting.popleft())
 
     def _copy(self, transfer: Transfer) -> None:
         cost = self.chunks[transfer.chunk]

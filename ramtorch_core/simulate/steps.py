@@ -153,12 +153,14 @@ class Steps:
     def _pass(self, group: Sequence[int]) -> None:
         """Forward and backward of some microbatches, side by side."""
         plan, beside, count = self.plan, self._beside, len(self.chunks)
-        begin = beside.issue_begin + beside.between * (group[0] == 0)
-        self.lane.spend(begin, "before a pass", [self._since])
         down = [(chunk, m) for chunk in range(count) for m in group]
         up = [(chunk, m) for chunk in reversed(range(count)) for m in group] if plan.train else []
         visits = [Visit(Direction.FORWARD, chunk) for chunk, _ in down]
         self.lane.begin(visits + [Visit(Direction.BACKWARD, chunk) for chunk, _ in up], self._since)
+        if not plan.train:  # forwards alone leave the first copies of the next one under way
+            self.lane.copy_ahead()
+        begin = beside.issue_begin + beside.between * (group[0] == 0)
+        self.lane.spend(begin, "before a pass", [self._since])
         for chunk, m in down:
             self._forward(chunk, m)
         self._loss(group)
