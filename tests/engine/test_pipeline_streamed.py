@@ -12,6 +12,7 @@ from pipeline_programs import Sharing
 from torch import Tensor, nn
 
 from ramtorch_core.engine.lend import is_lent
+from ramtorch_core.engine.pipeline import runner as runner_module
 from ramtorch_core.engine.pipeline.crossing import Cut
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
@@ -259,3 +260,20 @@ def test_copies_that_stay_on_a_stages_device_are_no_tensors_of_another_stage(
     train(runner, model, batches(3), 0, None)
     assert handed
     assert not any(map(is_lent, handed))
+
+
+def test_an_error_after_the_chunks_were_attached_leaves_a_plain_model(
+    streamed: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a device has no room for what does not stream, or when Ctrl-C comes."""
+    model = Chain()
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner_module, "place", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            streamed(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert_exact(model, streamed(model))

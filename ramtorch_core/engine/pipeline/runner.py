@@ -160,8 +160,13 @@ class PipelineRunner:
             self.streamed.close()
         if self._stream is not None:
             self.streamed = StreamedStages(stages, self.stage_devices, self._stream)
-        place(stages, [device.torch for device in self.stage_devices], self._stays)
-        self._executor = Executor(stages, self.stage_devices)
+        try:
+            place(stages, [device.torch for device in self.stage_devices], self._stays)
+            self._executor = Executor(stages, self.stage_devices)
+        except BaseException:
+            if self.streamed is not None:
+                self.streamed.close()
+            raise
 
     def _stays(self, module: nn.Module) -> bool:
         return self._aside(module) or (self.streamed is not None and self.streamed.holds(module))
