@@ -114,7 +114,11 @@ def attach(
         poison=poison,
     )
     if wish.open and example is None:
-        tune_lazily(streamer, wish)
+        try:
+            tune_lazily(streamer, wish)
+        except BaseException:
+            streamer.close()
+            raise
     return streamer
 
 

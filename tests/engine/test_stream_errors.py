@@ -24,7 +24,7 @@ from stream_cases import (
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ramtorch_core import ConfigurationError, HostMemoryError, attach
+from ramtorch_core import ConfigurationError, HostMemoryError, attach, offload
 from ramtorch_core.engine import inventory
 from ramtorch_core.engine.inventory import Inventory
 
@@ -325,3 +325,16 @@ def test_memory_that_only_garbage_holds_counts_as_available(monkeypatch: pytest.
         attach(stack(), device="cpu", resident_below=0, chunks="leaves").close()
     finally:
         gc.enable()
+
+
+def test_an_error_of_what_measures_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise Boom
+
+    net = stack()
+    with monkeypatch.context() as patched:
+        patched.setattr(offload, "tune_lazily", fail)
+        with pytest.raises(Boom):
+            attach(net, device="cpu", window="auto")
+    assert all("forward" not in vars(module) for module in net.modules())
+    attach(net, device="cpu").close()
