@@ -51,6 +51,27 @@ class Chain(nn.Module):
         return F.cross_entropy(self(x), y)
 
 
+class Shared(Chain):
+    """One weight, at home in stage `home`, that the stages `users` use `times` times each, some in two ways."""
+
+    def __init__(self, home: int, users: dict[int, int]) -> None:
+        super().__init__()
+        self.blocks[home].shared = nn.Linear(WIDTH, WIDTH)
+        self.home, self.users = home, users
+
+    def users_of(self, x: Tensor) -> dict[int, int]:
+        return self.users
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        shared, users = self.blocks[self.home].shared, self.users_of(x)
+        for stage, block in enumerate(self.blocks):
+            x = block(x)
+            for use in range(users.get(stage, 0)):
+                x = x + (shared(x) if use % 2 == 0 else x * shared.weight.sum(0))
+        return F.cross_entropy(self.head(x), y)
+
+
 def batch(size: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, WIDTH, generator=generator), torch.randint(0, 3, (size,), generator=generator)

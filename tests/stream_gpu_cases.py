@@ -16,7 +16,8 @@ class Slow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            torch.cuda._sleep(SLEEP_CYCLES)
+            with torch.cuda.device(x.device):
+                torch.cuda._sleep(SLEEP_CYCLES)
         return x
 
 

@@ -9,7 +9,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS sta
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
+from pipeline_cases import WIDTH, Chain, Shared, accumulate, batches, loss_of
 from torch import Tensor, nn
 
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
@@ -102,6 +102,29 @@ def test_streamed_stages_equal_one_gpu(
 ) -> None:
     stream = StreamOptions(1, chunks="blocks.*", checkpoint=checkpoint, resident_below=resident_below, poison=True)
     compare(Chain(8), schedule, dtype, slow=True, stream=stream)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("users", [{0: 1, 3: 1}, {0: 2, 1: 3, 2: 1, 3: 3}])
+@pytest.mark.parametrize("home", [0, 2, 3])
+def test_a_weight_that_both_gpus_use(home: int, users: dict[int, int], schedule: str) -> None:
+    compare(Shared(home, users), schedule, None, slow=True)
+
+
+class Late(Chain):
+    """A table that is registered last, and is used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.table(x))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_that_is_registered_late_and_used_early(schedule: str) -> None:
+    compare(Late(), schedule, torch.bfloat16, slow=True)
 
 
 def test_dropout_is_exact_against_the_sequential_schedule() -> None:

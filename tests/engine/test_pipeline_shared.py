@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, Chain, assert_exact, batches
+from pipeline_cases import WIDTH, Chain, Shared, assert_exact, batches
 from torch import Tensor, nn
 
 SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
@@ -39,27 +39,6 @@ class Tied(Chain):
 def test_a_weight_tied_across_stages(functional: bool, schedule: str) -> None:
     ids = [[torch.randint(0, 11, (4,)) for _ in range(4)] for _ in range(3)]
     assert_exact(Tied(functional), CUTS, ids, schedule)
-
-
-class Shared(Chain):
-    """One weight, at home in stage `home`, that the stages `users` use `times` times each, some in two ways."""
-
-    def __init__(self, home: int, users: dict[int, int]) -> None:
-        super().__init__()
-        self.blocks[home].shared = nn.Linear(WIDTH, WIDTH)
-        self.home, self.users = home, users
-
-    def users_of(self, x: Tensor) -> dict[int, int]:
-        return self.users
-
-    def training_step(self, batch: Any) -> Tensor:
-        x, y = batch
-        shared, users = self.blocks[self.home].shared, self.users_of(x)
-        for stage, block in enumerate(self.blocks):
-            x = block(x)
-            for use in range(users.get(stage, 0)):
-                x = x + (shared(x) if use % 2 == 0 else x * shared.weight.sum(0))
-        return F.cross_entropy(self.head(x), y)
 
 
 USERS = [{0: 1, 3: 1}, {0: 3, 1: 3, 3: 3}, {0: 1, 1: 2, 2: 3, 3: 4}, {2: 3, 3: 2}, {0: 2, 1: 1}]

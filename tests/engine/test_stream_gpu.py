@@ -24,11 +24,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def steps_equal(
-    net: nn.Module, *, steps: int = 4, microbatches: int = 1, amp: torch.dtype | None = None, **options: object
+    net: nn.Module,
+    *,
+    steps: int = 4,
+    microbatches: int = 1,
+    amp: torch.dtype | None = None,
+    device: str = "cuda",
+    **options: object,
 ) -> None:
     """Train `net` streamed, and a copy resident on the GPU with the same optimizer on the host; compare everything."""
-    reference, masters = copy.deepcopy(net).cuda(), copy.deepcopy(net)
-    streamer = attach(net, device="cuda", poison=True, host_memory=1 << 40, **options)  # type: ignore[arg-type]
+    reference, masters = copy.deepcopy(net).to(device), copy.deepcopy(net)
+    streamer = attach(net, device=device, poison=True, host_memory=1 << 40, **options)  # type: ignore[arg-type]
     ours = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3, foreach=True)
     theirs = torch.optim.AdamW([p for p in masters.parameters() if p.requires_grad], lr=1e-3, foreach=True)
     try:
@@ -38,7 +44,7 @@ def steps_equal(
                 torch.manual_seed(step)
                 total = []
                 for _ in range(microbatches):
-                    ids = torch.randint(0, 512, (8, 64), device="cuda")
+                    ids = torch.randint(0, 512, (8, 64), device=device)
                     with torch.autocast("cuda", dtype=amp or torch.bfloat16, enabled=amp is not None):
                         loss = F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()) / microbatches
                     loss.backward()
@@ -101,6 +107,17 @@ def test_tied_embedding_and_head_equal_the_resident_run() -> None:
 def test_the_callers_own_stream_is_respected() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         steps_equal(Net(Block), resident_below=4096, amp=torch.bfloat16)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_a_device_that_is_not_the_current_one_equals_the_resident_run(activations: str) -> None:
+    assert torch.cuda.current_device() == 0
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    steps_equal(Net(MODELS["dropout"]), device="cuda:1", activations=activations, resident_below=4096)
+    assert torch.cuda.max_memory_allocated(0) == before
+    assert torch.cuda.current_device() == 0
 
 
 def test_pinned_chunks_compute_the_same_forward_and_gradients() -> None:

@@ -6,6 +6,7 @@ both orders of "gradients arrive" and "the weights are needed again" come up.
 
 import copy
 import os
+import sys
 import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,7 +59,7 @@ def train(
                 generator = torch.Generator().manual_seed(100 * step + batch)
                 ids = torch.randint(512, (4, 32), generator=generator).to(DEVICE)
                 torch.manual_seed(step)
-                with torch.autocast(DEVICE, dtype=amp, enabled=amp is not None):
+                with torch.autocast("cuda", dtype=amp, enabled=amp is not None):
                     logits = net(ids)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) / batches
                 if overlap and batch == batches - 1:
@@ -115,6 +116,16 @@ def test_updates_while_backward_runs_give_the_same_bits(
     window: int, activations: str, amp: torch.dtype | None, kernel: str
 ) -> None:
     same(window=window, activations=activations, amp=amp, kernel=kernel)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.usefixtures("update_seconds")
+def test_updates_beside_a_device_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda:1")
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    same(amp=torch.bfloat16)
+    assert torch.cuda.max_memory_allocated(0) == before
 
 
 @pytest.mark.parametrize("kind", MODELS)
