@@ -122,6 +122,7 @@ def test_updates_while_backward_runs_give_the_same_bits(
 @pytest.mark.usefixtures("update_seconds")
 def test_updates_beside_a_device_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda:1")
+    assert torch.cuda.current_device() == 0
     before = torch.cuda.memory_allocated(0)
     torch.cuda.reset_peak_memory_stats(0)
     same(amp=torch.bfloat16)
