@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ramtorch_core.engine.calibration import Calibration, ChunkMeasure
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
-from ramtorch_core.memory.gradients import BOUNCE_BYTES
+from ramtorch_core.memory.bounce import BOUNCE_BYTES
 from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
 from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 

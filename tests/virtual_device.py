@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ramtorch_core import pricing
 from ramtorch_core.engine import inventory, measuring, stream, timed_passes, updates
 from ramtorch_core.engine.rates import Rates
-from ramtorch_core.memory import gradients
+from ramtorch_core.memory import bounce, gradients
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import Arena
@@ -165,6 +165,9 @@ class VirtualRanges(Ranges):
         super().__init__(device.mark)
         self.device = device
         self.updates: dict[int, float] = {}  # chunk -> seconds
+
+    def clock(self) -> float:
+        return self.device.now
 
     def begin(self, kind: Kind, what: Any, *, host: bool = False, shown: bool = True) -> Any:
         inner = Range(self, kind, what, self.device.moment if host else self._mark, False) if self._listeners else None
@@ -364,7 +367,7 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
         patch.setattr(timed_passes, "time", SimpleNamespace(perf_counter=lambda: device.now))
         patch.setattr(timed_passes, "_Ahead", lambda device: SimpleNamespace(work=device.work))
         patch.setattr(measuring, "Moment", device.moment)
-        for module in (gradients, pricing):
+        for module in (bounce, pricing):
             patch.setattr(module, "BOUNCE_BYTES", BOUNCE_BYTES)
         patch.setattr(gradients, "SMALL_BYTES", 0)  # large weights move one by one
         yield

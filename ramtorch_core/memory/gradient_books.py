@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.weights import Weight, WeightGroup
 
@@ -27,12 +27,17 @@ class Gradient:
 
 
 class Book:
-    """The gradients of one group: a tight layout, one arena, and who uses which region."""
+    """The gradients of one group: a tight layout, one arena, and who uses which region.
+
+    Attributes:
+        moved: an event after the copies to its regions.
+    """
 
     def __init__(self, group: WeightGroup, device: Device) -> None:
         self.group, self.device = group, device
         self.offsets: dict[Weight, int] = {}
         self.nbytes = 0
+        self.moved: Event = COMPLETE
         self.arena: Arena | None = None
         self.wide_arena: Arena | None = None
         self.gradients: dict[Weight, Gradient] = {}

@@ -2,7 +2,7 @@
 
 A gradient that a visit leaves on the device is copied, on its own stream, into page-locked host memory: one region per
 weight, in the master's dtype. If the region already holds a gradient, the sum is formed on the device, piece by piece
-through a small bounce buffer, and written back; the host never adds. When the backward ends, `finish` waits for the
+through small bounce buffers, and written back; the host never adds. When the backward ends, `finish` waits for the
 copies and publishes the regions as `.grad`, with the meaning `.grad` has in torch: added to what is there.
 
 Half-precision masters accumulate in float32 next to their `.grad`, which is rounded from it once per backward.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ramtorch_core.memory.bounce import Bounce
 from ramtorch_core.memory.device import Device, Event, Stream
 from ramtorch_core.memory.gradient_books import Book, Gradient
 from ramtorch_core.memory.host import Arena, aligned
 from ramtorch_core.memory.ranges import FOR_GRADIENTS, Kind
 from ramtorch_core.memory.weights import Weight, WeightGroup, as_vector
 
-BOUNCE_BYTES = 32 << 20
 SMALL_BYTES = 1 << 20
 MAXIMUM_IN_FLIGHT = 2
 """Groups whose gradients may wait on the device for their copy; compute waits, on the device, before a third."""
@@ -54,7 +54,7 @@ class Gradients:
         self.copied_bytes = 0
         self._books: dict[WeightGroup, Book] = {}
         self._moving: deque[tuple[Event, Stream | None, list[Tensor]]] = deque()
-        self._bounce: Tensor | None = None
+        self._bounce = Bounce(device, self.stream)
 
     def receive(self, group: WeightGroup, grads: Sequence[Tensor | None]) -> Event:
         """Start moving `grads`, on the device and produced on the current stream, to the host. Does not wait.
@@ -74,12 +74,13 @@ class Gradients:
             runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
             flats = [_flatten(run) for run in runs]
             produced = self.device.record()
+            self._bounce.wait(book.moved)
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
                 with self.device.ranges.span(Kind.GRADIENT, group.index):
                     for run, flat in zip(runs, flats, strict=True):
                         self._move(book, run, flat)
-                moved = self.device.record(self.stream)
+                moved = book.moved = self.device.record(self.stream)
         self._keep(moved, flats)
         return moved
 
@@ -178,7 +179,7 @@ class Gradients:
         """Forget everything; published `.grad` tensors stay with their masters."""
         self._moving.clear()
         self._books.clear()
-        self._bounce = None
+        self._bounce.release()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients occupy."""
@@ -269,9 +270,8 @@ class Gradients:
         elif not run.add and flat.dtype == dtype:
             region.copy_(flat, non_blocking=True)
         else:
-            for host, piece, bounce in self._pieces(region, flat, dtype):
+            for bounce, (host, piece) in self._bounce.pieces(dtype, region, flat, load=_load if run.add else None):
                 if run.add:
-                    bounce.copy_(host, non_blocking=True)
                     bounce.add_(piece)
                 else:
                     bounce.copy_(piece)
@@ -282,26 +282,19 @@ class Gradients:
         if gradient.wide is None:
             gradient.wide = book.widen(weight)
         wide = as_vector(gradient.wide)
-        for (total, piece, bounce), narrow in zip(
-            self._pieces(wide, flat, torch.float32), region.split(BOUNCE_BYTES // 4), strict=True
-        ):
-            if known:
-                bounce.copy_(total, non_blocking=True)
-            else:
-                bounce.copy_(narrow.to(self.device.torch, non_blocking=True))
+        so_far = wide if known else region
+        pieces = self._bounce.pieces(torch.float32, so_far, flat, wide, region, load=_load)
+        for bounce, (_, piece, total, narrow) in pieces:
             bounce.add_(piece)
             total.copy_(bounce, non_blocking=True)
             narrow.copy_(bounce.to(narrow.dtype), non_blocking=True)
         gradient.version = gradient.host._version
 
-    def _pieces(self, region: Tensor, flat: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Cut a host region and its device gradient into pieces, each with a bounce buffer on the device."""
-        if self._bounce is None:
-            self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device=self.device.torch)
-        bounce = self._bounce.view(dtype)
-        count = bounce.numel()
-        for host, piece in zip(region.split(count), flat.split(count), strict=True):
-            yield host, piece, bounce[: piece.numel()]
+
+def _load(bounce: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Bring a piece of what is on the host to the device, where it is widened."""
+    host = pieces[0]
+    bounce.copy_(host if host.dtype == bounce.dtype else host.to(bounce.device, non_blocking=True), non_blocking=True)
 
 
 def _is_half(dtype: torch.dtype) -> bool:

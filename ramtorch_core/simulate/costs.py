@@ -11,6 +11,7 @@ from ramtorch_core.plan.partition import spread
 
 HOST_MEMORY = "host memory"
 BOTH_WAYS = "PCIe both ways"
+INWARD = "PCIe in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class ChunkCost:
         add: seconds of compute to add its gradient to that of the microbatches before, where it is resident.
         transfer: seconds to copy its weights into a slot.
         gradient: seconds to copy its gradient to the host.
-        accumulate: seconds to add it to the sum on the host, on the device and back; 0 for twice `gradient`.
+        accumulate: seconds to add it to the sum on the host, on the device and back; 0 for `gradient`:
+            it comes in piece by piece while it leaves.
         update: seconds of the optimizer on the host.
         recast: seconds of the host to cast its master to what crosses the bus.
         device_update: seconds of the optimizer on the GPU.
@@ -187,9 +189,9 @@ class Machine:
 
     def capacities(self, *gpus: str) -> dict[str, float]:
         """What streams share, in bytes per second: the host's memory, and per GPU (by default one) its bus."""
-        known = {HOST_MEMORY: self.host_memory} | {
-            f"{gpu} {BOTH_WAYS}".strip(): self.both_ways for gpu in gpus or ("",)
-        }
+        known = {HOST_MEMORY: self.host_memory}
+        for gpu in gpus or ("",):
+            known |= {f"{gpu} {BOTH_WAYS}".strip(): self.both_ways, f"{gpu} {INWARD}".strip(): self.h2d}
         return {name: value for name, value in known.items() if value is not None}
 
 

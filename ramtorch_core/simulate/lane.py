@@ -19,7 +19,7 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.plan.transfers import Transfer, plan_transfers
 from ramtorch_core.simulate.clock import Kind, Work
-from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, traffic
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, INWARD, ChunkCost, traffic
 from ramtorch_core.simulate.timeline import Holding
 
 GRADIENTS_IN_FLIGHT = 2
@@ -38,7 +38,7 @@ class Lane:
     Attributes:
         compute, h2d, d2h: names of the streams.
         issuing: name of the host's thread that issues the visits.
-        bus: the capacity that its copies in both directions share.
+        bus, inward: the capacities that its copies in both directions share, and those to the device.
         memory: place of the bytes that come and go; `weight_bytes` are there at any time.
         updated: chunk -> the task that last wrote its master.
         stale: chunks whose masters the host casts again before it copies them.
@@ -67,7 +67,8 @@ class Lane:
             self.h2d = self.d2h = self.compute
         self.issuing = f"{prefix}issuing"
         work.order += [self.issuing, self.compute, self.h2d, self.d2h]
-        self.memory, self._place, self.bus = f"{prefix}bytes", f"{prefix}chunks", f"{prefix}{BOTH_WAYS}"
+        self.memory, self._place = f"{prefix}bytes", f"{prefix}chunks"
+        self.bus, self.inward = f"{prefix}{BOTH_WAYS}", f"{prefix}{INWARD}"
         self.work, self.chunks, self.resident = work, chunks, resident
         streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
         self.slots = min(window, len(streamed))
@@ -177,8 +178,10 @@ class Lane:
             since: the task since which it is there, by default `visit`.
         """
         cost = self.chunks[chunk]
-        seconds = (cost.accumulate or 2 * cost.gradient) if add else cost.gradient
+        seconds = (cost.accumulate or cost.gradient) if add else cost.gradient
         uses = traffic(cost.gradient_bytes * (1 + add), seconds, HOST_MEMORY, self.bus)
+        if add:
+            uses |= traffic(cost.gradient_bytes, seconds, self.inward)
         needs = [visit, room, self._issued]
         task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)
         if room is not None:
@@ -225,7 +228,7 @@ class Lane:
             waits = [self._issued, self._since, self.updated.get(transfer.chunk)]
             self._issued = self.work.add(self.issuing, f"c{transfer.chunk}", Kind.ISSUE, cost.recast, waits, uses)
         needs = [self._since, self._issued, self._copied, former, self.updated.get(transfer.chunk)]
-        uses = traffic(cost.weight_bytes, cost.transfer, HOST_MEMORY, self.bus)
+        uses = traffic(cost.weight_bytes, cost.transfer, HOST_MEMORY, self.bus, self.inward)
         task = self.work.add(self.h2d, f"t{transfer.chunk}", Kind.TRANSFER, cost.transfer, needs, uses)
         self._content[transfer.slot] = self._copied = task
         if cost.weight_bytes >= cost.master_bytes:

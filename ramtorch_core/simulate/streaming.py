@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.clock import COMPUTE, Kind
-from ramtorch_core.simulate.costs import ChunkCost, Machine, StepCost
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost
 from ramtorch_core.simulate.steps import HOST, Accumulate, Optimizer, Order, Steps, StreamingPlan
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
@@ -91,7 +91,7 @@ def simulate_streaming(
         h2d=line.busy(lane.h2d, kinds=COPIES_IN),
         d2h=line.busy(lane.d2h, kinds=COPIES_OUT),
         host=line.busy(HOST),
-        shared={name: line.used(name) for name in line.capacities},
+        shared={name: line.used(name) for name in (HOST_MEMORY, BOTH_WAYS) if name in line.capacities},
         peak_chunks=lane.peak_chunks(line.peaks),
         weight_bytes=lane.weight_bytes,
         peak_bytes=run.stays_bytes + lane.peak_bytes(line.peaks),

@@ -4,6 +4,7 @@ The first tests take events and waits away one by one, and see that the emulatio
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import emulated_streams
 import pytest
 import torch
-from emulated_device import Emulated, emulation, machine
+from emulated_device import TWIN, Emulated, emulation, machine
 from emulated_streams import Stream
 from fuzz_cases import Case, draw
 from fuzz_training import Training, compare, data, slow_down
@@ -19,7 +20,10 @@ from stream_cases import assert_same
 from torch import nn
 
 from ramtorch_core import OffloadAdamW
+from ramtorch_core.memory import bounce
+from ramtorch_core.memory.bounce import Bounce
 from ramtorch_core.memory.gradients import Gradients
+from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Window
 from ramtorch_core.optim import device_updates, offload_adamw, pieces, updater
 from ramtorch_core.optim.device_updates import DeviceUpdater
@@ -91,7 +95,7 @@ MISSING: dict[str, tuple[Patch, str, Any]] = {
     "a copy waits for what reads the slot": (without_wait(Window, "load", 0), "overlapped", "host"),
     "compute waits for the copy": (without_wait(Window, "acquire", 0), "overlapped", "host"),
     "staging waits for the gradients": (without_wait(Gradients, "stage", 0), "overlapped", "host"),
-    "publishing waits for the gradients": (without_wait(Gradients, "receive", 0), "published", "host"),
+    "publishing waits for the gradients": (without_wait(Gradients, "receive", 1), "published", "host"),
     "compute waits before memory is reused": (without_wait(Gradients, "_keep", -1), "published", "host"),
     "the end of backward waits for copies": (without_synchronize(Gradients, "finish"), "published", "host"),
     "an update waits for the gradients": (without_synchronize(updater.Updater, "_update"), "overlapped", "host"),
@@ -177,14 +181,43 @@ def test_sums_that_spill_and_come_back_have_no_race(
     options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(3, kinds=["Residual", "Transposed", "Frozen", "Double"], window=window, resident_below=40)
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 64)
     with emulation(monkeypatch, 0):
         found = accumulated(Training(case, "published", Emulated()), 3, **options)
         assert machine.races == []
     assert_same(found, accumulated(Training(case, "plain"), 3))
 
 
+@pytest.mark.parametrize("missing", ["", "wait", "pieces inward", "pieces outward"])
+def test_every_wait_of_sums_that_is_missing_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is on the host, for a buffer, and for what comes in."""
+    wait = Emulated.wait
+
+    def skip(self: Emulated, event: Any, stream: Any = None) -> None:
+        caller = sys._getframe(1)
+        buffers = caller.f_locals["self"]
+        role = caller.f_code.co_name
+        if role == "pieces":
+            role += " inward" if stream is buffers._inward else " outward"
+        if role != missing or not isinstance(buffers, Bounce):
+            wait(self, event, stream)
+
+    monkeypatch.setattr(Emulated, "wait", skip)
+    with emulation(monkeypatch, 0):
+        device, weight = Emulated(), Weight("weight", nn.Parameter(torch.zeros(40)), ())
+        group, gradients = WeightGroup(0, "chunk", [weight]), Gradients(device)
+        group.build([torch.float32], device)
+        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 320 if missing == "wait" else 64)  # one piece, or several
+        for _ in range(3):
+            gradients.receive(group, [torch.ones(40, device=TWIN)])
+        gradients.finish()
+        assert bool(machine.races) is (missing != "")
+    assert missing or torch.equal(weight.parameter.grad, torch.full((40,), 3.0))
+
+
 def test_half_precision_sums_that_spill_have_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(3, kinds=["Half", "Plain", "Half"])
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 64)
     with emulation(monkeypatch, 0):
         found = accumulated(Training(case, "published", Emulated()), 3, spill=True)
         assert machine.races == []

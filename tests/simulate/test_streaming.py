@@ -120,15 +120,37 @@ def test_compute_waits_before_a_third_gradient_would_be_on_its_way() -> None:
     assert {gap.reason for gap in result.timeline.gaps} == {"for gradients to leave"}
 
 
-def test_gradients_of_later_microbatches_cross_the_bus_twice_on_the_host_and_once_on_the_gpu() -> None:
+def test_gradients_of_later_microbatches_cross_the_bus_each_time_on_the_host_and_once_on_the_gpu() -> None:
     chunks = [ChunkCost(forward=1, backward=1, gradient=1, gradient_bytes=8)] * 6
     on_host = simulate_streaming(chunks, keep(microbatches=4), steps=1)
     on_gpu = simulate_streaming(chunks, keep(microbatches=4, accumulate=Accumulate.GPU), steps=1)
     by_chunk = simulate_streaming(chunks, keep(microbatches=4, order=Order.CHUNK), steps=1)
     moved = [sum(end - start for _, start, end in spans(result, "D2H")) for result in (on_host, on_gpu, by_chunk)]
-    assert moved == [6 * (1 + 3 * 2), 6, 6]
+    assert moved == [6 * 4, 6, 6]
     assert on_gpu.peak_bytes == 6 * 8
     assert on_host.peak_bytes == (GRADIENTS_IN_FLIGHT + 1) * 8
+
+
+def test_a_sum_that_comes_in_while_it_leaves_shares_both_ways_with_what_else_crosses() -> None:
+    """8 bytes in and 8 out take a second at 8 bytes per second each way, and two where both share that."""
+    chunk = ChunkCost(forward=1, backward=1, gradient=1, gradient_bytes=8)
+
+    def seconds(machine: Machine) -> list[float]:
+        found = simulate_streaming([chunk], keep(microbatches=2), machine, steps=1)
+        return [end - start for _, start, end in spans(found, "D2H")]
+
+    assert seconds(Machine(h2d=8, d2h=8)) == seconds(Machine(h2d=8, d2h=8, both_ways=16)) == [1, 1]
+    assert seconds(Machine(h2d=8, d2h=8, both_ways=8)) == [1, 2]
+    assert seconds(Machine(h2d=4, d2h=8)) == [1, 2]
+
+
+def test_weights_and_sums_share_the_way_in() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=4, gradient_bytes=32, transfer=1, weight_bytes=8)
+    plan = keep(microbatches=3, window=1)
+    alone, shared = (simulate_streaming([chunk] * 2, plan, machine, steps=1) for machine in (None, Machine(h2d=8)))
+    copies = [[end - start for _, start, end in spans(found, "H2D")] for found in (alone, shared)]
+    assert set(copies[0]) == {1}
+    assert max(copies[1]) == 2
 
 
 def test_chunk_order_brings_the_weights_once_per_step() -> None:
