@@ -34,7 +34,7 @@ from ramtorch_core.memory.staging import Staging
 from ramtorch_core.memory.window import Window
 from ramtorch_core.optim.updater import GroupUpdate, Updater
 
-BOUNCE_BYTES = 4096
+BOUNCE_BYTES = 6144
 
 
 @dataclass(eq=False)

@@ -74,7 +74,7 @@ class Gradients:
             runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
             flats = [_flatten(run) for run in runs]
             produced = self.device.record()
-            self._bounce.wait(book.moved)
+            self._bounce.begin(host=book.moved, device=produced)
             with self.device.on(self.stream):
                 self.device.wait(produced, self.stream)
                 with self.device.ranges.span(Kind.GRADIENT, group.index):
@@ -270,31 +270,36 @@ class Gradients:
         elif not run.add and flat.dtype == dtype:
             region.copy_(flat, non_blocking=True)
         else:
-            for bounce, (host, piece) in self._bounce.pieces(dtype, region, flat, load=_load if run.add else None):
-                if run.add:
-                    bounce.add_(piece)
-                else:
-                    bounce.copy_(piece)
-                host.copy_(bounce, non_blocking=True)
+            self._bounce.pass_through(
+                dtype,
+                (flat, region),
+                load=(lambda buffer, _, host: _load(buffer, host)) if run.add else None,
+                act=lambda buffer, piece, _: buffer.add_(piece) if run.add else buffer.copy_(piece),
+                store=lambda buffer, _, host: host.copy_(buffer, non_blocking=True),
+            )
 
     def _add_wide(self, book: Book, weight: Weight, gradient: Gradient, flat: Tensor, region: Tensor) -> None:
         known = gradient.wide is not None and gradient.version == gradient.host._version
         if gradient.wide is None:
             gradient.wide = book.widen(weight)
-        wide = as_vector(gradient.wide)
-        so_far = wide if known else region
-        pieces = self._bounce.pieces(torch.float32, so_far, flat, wide, region, load=_load)
-        for bounce, (_, piece, total, narrow) in pieces:
-            bounce.add_(piece)
-            total.copy_(bounce, non_blocking=True)
-            narrow.copy_(bounce.to(narrow.dtype), non_blocking=True)
+
+        def store(buffer: Tensor, _: Tensor, wide: Tensor, narrow: Tensor) -> None:
+            wide.copy_(buffer, non_blocking=True)
+            narrow.copy_(buffer.to(narrow.dtype), non_blocking=True)
+
+        self._bounce.pass_through(
+            torch.float32,
+            (flat, as_vector(gradient.wide), region),
+            load=lambda buffer, _, wide, narrow: _load(buffer, wide if known else narrow),
+            act=lambda buffer, piece, *_: buffer.add_(piece),
+            store=store,
+        )
         gradient.version = gradient.host._version
 
 
-def _load(bounce: Tensor, pieces: Sequence[Tensor]) -> None:
+def _load(buffer: Tensor, host: Tensor) -> None:
     """Bring a piece of what is on the host to the device, where it is widened."""
-    host = pieces[0]
-    bounce.copy_(host if host.dtype == bounce.dtype else host.to(bounce.device, non_blocking=True), non_blocking=True)
+    buffer.copy_(host if host.dtype == buffer.dtype else host.to(buffer.device, non_blocking=True), non_blocking=True)
 
 
 def _is_half(dtype: torch.dtype) -> bool:

@@ -81,10 +81,10 @@ class Range:
         what: the visit or op, the index of a chunk, or a reason.
         start, end: on the device's current stream where it began and ended, or on the host.
         begun, ended: numbers in the order in which all ranges of the device began and ended on the host.
-        host_seconds: for which the host was in it, once it is over.
+        waited: seconds that the host spent in it, once it is over.
     """
 
-    __slots__ = ("_owner", "_record", "_since", "_take", "begun", "end", "ended", "host_seconds", "kind", "start", "what")
+    __slots__ = ("_owner", "_record", "_since", "_take", "begun", "end", "ended", "kind", "start", "waited", "what")
 
     def __init__(self, owner: Ranges, kind: Kind, what: object, take: Callable[[], Mark], shown: bool) -> None:
         self._owner, self._take, self._record = owner, take, None
@@ -93,7 +93,7 @@ class Range:
             self._record = profiler.record_function(kind.label(what))
             self._record.__enter__()
         self.begun, self.ended = owner.tick(), -1
-        self._since, self.host_seconds = owner.clock(), 0.0
+        self._since, self.waited = owner.clock(), 0.0
         self.start = self.end = take()
 
     @property
@@ -104,7 +104,7 @@ class Range:
     def finish(self) -> None:
         """It ends here."""
         self.end, self.ended = self._take(), self._owner.tick()
-        self.host_seconds = self._owner.clock() - self._since
+        self.waited = self._owner.clock() - self._since
         if self._record is not None:
             self._record.__exit__(None, None, None)
             self._record = None

@@ -95,7 +95,7 @@ MISSING: dict[str, tuple[Patch, str, Any]] = {
     "a copy waits for what reads the slot": (without_wait(Window, "load", 0), "overlapped", "host"),
     "compute waits for the copy": (without_wait(Window, "acquire", 0), "overlapped", "host"),
     "staging waits for the gradients": (without_wait(Gradients, "stage", 0), "overlapped", "host"),
-    "publishing waits for the gradients": (without_wait(Gradients, "receive", 1), "published", "host"),
+    "publishing waits for the gradients": (without_wait(Gradients, "receive", 2), "published", "host"),
     "compute waits before memory is reused": (without_wait(Gradients, "_keep", -1), "published", "host"),
     "the end of backward waits for copies": (without_synchronize(Gradients, "finish"), "published", "host"),
     "an update waits for the gradients": (without_synchronize(updater.Updater, "_update"), "overlapped", "host"),
@@ -181,35 +181,35 @@ def test_sums_that_spill_and_come_back_have_no_race(
     options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(3, kinds=["Residual", "Transposed", "Frozen", "Double"], window=window, resident_below=40)
-    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 64)
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 96)
     with emulation(monkeypatch, 0):
         found = accumulated(Training(case, "published", Emulated()), 3, **options)
         assert machine.races == []
     assert_same(found, accumulated(Training(case, "plain"), 3))
 
 
-@pytest.mark.parametrize("missing", ["", "wait", "pieces inward", "pieces outward"])
+@pytest.mark.parametrize("missing", ["", "begin 0", "begin 1", "_issue 0", "_issue 1", "_issue 2"])
 def test_every_wait_of_sums_that_is_missing_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is on the host, for a buffer, and for what comes in."""
+    """For what is on the host, for the gradients, for a buffer, for what comes in, and for the sum."""
     wait = Emulated.wait
 
     def skip(self: Emulated, event: Any, stream: Any = None) -> None:
         caller = sys._getframe(1)
         buffers = caller.f_locals["self"]
-        role = caller.f_code.co_name
-        if role == "pieces":
-            role += " inward" if stream is buffers._inward else " outward"
-        if role != missing or not isinstance(buffers, Bounce):
-            wait(self, event, stream)
+        if isinstance(buffers, Bounce):
+            streams = [buffers._inward, buffers._between, buffers._outward]
+            if missing == f"{caller.f_code.co_name} {streams.index(stream)}":
+                return
+        wait(self, event, stream)
 
     monkeypatch.setattr(Emulated, "wait", skip)
     with emulation(monkeypatch, 0):
         device, weight = Emulated(), Weight("weight", nn.Parameter(torch.zeros(40)), ())
         group, gradients = WeightGroup(0, "chunk", [weight]), Gradients(device)
         group.build([torch.float32], device)
-        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 320 if missing == "wait" else 64)  # one piece, or several
+        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 480 if missing == "begin 0" else 96)  # one piece, or several
         for _ in range(3):
-            gradients.receive(group, [torch.ones(40, device=TWIN)])
+            gradients.receive(group, [torch.ones(40, device=TWIN) * 1])
         gradients.finish()
         assert bool(machine.races) is (missing != "")
     assert missing or torch.equal(weight.parameter.grad, torch.full((40,), 3.0))
@@ -217,7 +217,7 @@ def test_every_wait_of_sums_that_is_missing_is_found(missing: str, monkeypatch: 
 
 def test_half_precision_sums_that_spill_have_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(3, kinds=["Half", "Plain", "Half"])
-    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 64)
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 96)
     with emulation(monkeypatch, 0):
         found = accumulated(Training(case, "published", Emulated()), 3, spill=True)
         assert machine.races == []

@@ -155,7 +155,7 @@ def test_a_half_precision_gradient_that_the_user_wrote_is_the_new_beginning():
 
 @pytest.mark.parametrize("add", [False, True])
 def test_gradients_larger_than_the_bounce_buffer_move_in_pieces(monkeypatch, add):
-    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 64)
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 96)
     store, made = Gradients(CPU), group((50,), (3, 30))
     expected = [torch.randn(w.size) for w in made.weights]
     if add:
