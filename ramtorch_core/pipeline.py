@@ -20,7 +20,7 @@ from ramtorch_core.engine.pipeline.split import batch_size, join, sizes_of, spli
 from ramtorch_core.engine.pipeline.stages import StageRow
 from ramtorch_core.engine.pipeline.steps import Autocast, Chain, GradOutputs, LossFunction, Steps
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
-from ramtorch_core.errors import ConfigurationError, shown
+from ramtorch_core.errors import ConfigurationError, check_choice, shown
 from ramtorch_core.schedules import AutoSchedule
 from ramtorch_core.traces import trace
 
@@ -46,7 +46,11 @@ __all__ = [
 
 
 def stream_options(
-    window: int, pin: int | Sequence[str], activations: Literal["checkpoint", "keep"], **more: Any
+    window: int,
+    pin: int | Sequence[str],
+    activations: Literal["checkpoint", "keep"],
+    accumulate: Literal["host", "gpu"] = "host",
+    **more: Any,
 ) -> StreamOptions:
     """How stages stream.
 
@@ -55,7 +59,8 @@ def stream_options(
     """
     given = more.get("stream_dtype", "auto"), more.get("resident_below", 0)
     check_options(window, pin, activations, *given, "host", host_memory=more.get("host_memory"))
-    return StreamOptions(window, pin, checkpoint=activations == "checkpoint", **more)
+    check_choice("accumulate", accumulate, ("host", "gpu"))
+    return StreamOptions(window, pin, checkpoint=activations == "checkpoint", accumulate=accumulate, **more)
 
 
 class PipelineResult:
@@ -94,6 +99,8 @@ class Pipeline:
         window: slots on each device, with `chunk_modules`.
         pin: how many chunks of each device stay on it, with `chunk_modules`.
         activations: "checkpoint" recomputes those of a streamed chunk in backward, "keep" keeps them.
+        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes no memory of the device,
+            "gpu" 4 bytes for each trained float32 or half-precision parameter, and they cross the bus once per step.
         autocast: "bf16", "fp16" or a dtype to compute in; None keeps the caller's own autocast. fp16 is for inference,
             unless a step is given a scaler.
 
@@ -110,16 +117,18 @@ class Pipeline:
         window: int = 2,
         pin: int = 0,
         activations: Literal["checkpoint", "keep"] = "checkpoint",
+        accumulate: Literal["host", "gpu"] = "host",
         autocast: Autocast = None,
     ) -> None:
         if (stage_modules is None) == (chunk_modules is None):
             raise ConfigurationError("a pipeline is made of either stage_modules or chunk_modules: pass one of them")
-        stream = stream_options(window, pin, activations)  # refused, whether or not it is used
+        how = window, pin, activations, accumulate
+        stream = stream_options(*how)  # refused, whether or not it is used
         if chunk_modules is not None:
             listed = check_list("chunk_modules", chunk_modules, "lists of modules, one per device,")
             stages = [check_modules("chunk_modules", chunks) for chunks in listed]
             chunks = [chunk for stage in stages for chunk in stage if any(True for _ in chunk.parameters())]
-            stream = stream_options(window, pin, activations, chunks=list(dict.fromkeys(chunks)), resident_below=0)
+            stream = stream_options(*how, chunks=list(dict.fromkeys(chunks)), resident_below=0)
             stage_modules = [Chain(stage) for stage in stages]
         assert stage_modules is not None
         stage_modules = check_modules("stage_modules", stage_modules)
@@ -199,7 +208,7 @@ class PipelineModel(nn.Module):
         split_spec: the names of the modules that begin stages 1, 2, ..., instead of the automatic cut.
         window: slots on each device, through which the chunks of its stages stream from RAM; None: nothing streams.
         pin: how many chunks of each device stay on it, or their names, with `window`.
-        activations: as for `Pipeline`.
+        activations, accumulate: as for `Pipeline`.
         autocast: as for `Pipeline`.
 
     Raises:
@@ -218,11 +227,12 @@ class PipelineModel(nn.Module):
         window: int | None = None,
         pin: int | Sequence[str] = 0,
         activations: Literal["checkpoint", "keep"] = "checkpoint",
+        accumulate: Literal["host", "gpu"] = "host",
         autocast: Autocast = None,
     ) -> None:
         super().__init__()
         self.model = model
-        stream = None if window is None else stream_options(window, pin, activations)
+        stream = None if window is None else stream_options(window, pin, activations, accumulate)
         runner = PipelineRunner(model, devices, stages=split_spec, device_weights=device_weights, stream=stream)
         self._steps, self._auto = Steps(model, runner, autocast), AutoSchedule(runner)
         if example is not None:

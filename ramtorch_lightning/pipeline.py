@@ -75,6 +75,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         pin: how many chunks of each device stay on it, or their names, with `window`.
         chunks: what streams together, with `window`; as for OffloadStrategy.
         activations: of streamed chunks: "checkpoint" recomputes them in backward, "keep" keeps them.
+        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes no GPU memory; "gpu" takes
+            4 bytes for each of their trained parameters, and the gradients cross the bus once per step.
         resident_below: bytes; smaller tensors of streamed chunks keep a copy on the device.
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
@@ -104,6 +106,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         pin: int | list[str] = 0,
         chunks: ChunkSpec = None,
         activations: Literal["checkpoint", "keep"] = "checkpoint",
+        accumulate: Literal["host", "gpu"] = "host",
         resident_below: int = 2**20,
         host_memory: int | None = None,
         gpu_memory: int | str | None = None,
@@ -133,13 +136,16 @@ class PipelineStrategy(MicrobatchedStrategy):
         self._chunks = chunks
         pins: Any = pin
         unpinned = isinstance(pins, int | Sequence) and not pins
-        if window is None and not (unpinned and chunks is None and activations == "checkpoint" and host_memory is None):
-            raise ConfigurationError(
-                "pin, chunks, activations and host_memory are of stages that stream, and none does: pass window=2"
-            )
-        streaming: dict[str, Any] = {"resident_below": resident_below, "host_memory": host_memory}
-        streaming |= {"window": 2 if window is None else window, "pin": pin, "activations": activations}
+        how = {"activations": activations, "accumulate": accumulate}
+        streaming: dict[str, Any] = {"resident_below": resident_below, "host_memory": host_memory, **how}
+        streaming |= {"window": 2 if window is None else window, "pin": pin}
         stream_options(**streaming)  # refuses what cannot work
+        as_if = how == {"activations": "checkpoint", "accumulate": "host"}
+        if window is None and not (unpinned and chunks is None and as_if and host_memory is None):
+            raise ConfigurationError(
+                "pin, chunks, activations, accumulate and host_memory are of stages that stream, and none does: pass "
+                "window=2"
+            )
         self._streaming = None if window is None else streaming
         self._runner: PipelineRunner | None = None
         self._scheduled: ScheduledRunner | None = None

@@ -75,12 +75,12 @@ def assert_exact(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("resident_below", [0, 100])
+@pytest.mark.parametrize(("resident_below", "accumulate"), [(0, "host"), (100, "gpu"), (0, "gpu")])
 def test_every_schedule_trains_the_same(
-    streamed: Make, schedule: str, checkpoint: bool, dtype: torch.dtype | None, resident_below: int
+    streamed: Make, schedule: str, checkpoint: bool, dtype: torch.dtype | None, resident_below: int, accumulate: str
 ) -> None:
     model = Chain(8)
-    runner = streamed(model, schedule, checkpoint=checkpoint, resident_below=resident_below)
+    runner = streamed(model, schedule, checkpoint=checkpoint, resident_below=resident_below, accumulate=accumulate)
     assert_exact(model, runner, dtype=dtype)
     assert sum(streamer.window.copied_bytes for streamer in runner.streamed.streamers) > 0
 
@@ -100,6 +100,18 @@ def test_each_stage_visits_its_chunks_in_the_order_of_the_schedule(streamed: Mak
     first, second = (format_itinerary(streamer.last_itinerary) for streamer in runner.streamed.streamers)
     assert first == "F0 F1 F0 F1 B1 B0 F0 F1 B1 B0 B1 B0"
     assert second == "F0 F1 B1 B0 F0 F1 B1 B0 F0 F1 B1 B0"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "staggered_1b1f", "zb_h1", "zbv"])
+def test_sums_that_stay_on_the_gpu_leave_it_once(streamed: Make, schedule: str) -> None:
+    left = {}
+    for place in ("host", "gpu"):
+        model = Chain(8)
+        runner = streamed(model, schedule, accumulate=place)
+        train(runner, model, batches(4), 0, None)
+        left[place] = sum(streamer.gradients.copied_bytes for streamer in runner.streamed.streamers)
+    assert left["gpu"] == sum(p.nbytes for block in Chain(8).blocks for p in block.parameters())
+    assert left["host"] == 4 * left["gpu"]
 
 
 def test_evaluation_computes_the_same_and_takes_no_gradients(streamed: Make) -> None:

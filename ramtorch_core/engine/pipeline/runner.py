@@ -126,7 +126,7 @@ class PipelineRunner:
         """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
         self._follow_tree()
         plan = schedule or self.plan(len(inputs))
-        streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step()
+        streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step(len(inputs))
         shared = self.streamed is not None  # where user code skips a module that begins a stage, chunks run in another
         with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
             result = self._executor.run(

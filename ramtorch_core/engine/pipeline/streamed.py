@@ -24,13 +24,16 @@ class StreamOptions:
     """How stages stream; see `ramtorch_core.attach`. `window` and `pin` are per device.
 
     Attributes:
-        activations: True recomputes a chunk's activations in backward, False keeps them.
+        checkpoint: recompute a chunk's activations in backward, instead of keeping them.
+        accumulate: where the gradients of microbatches add up. "host": each crosses the bus, with the sum so far.
+            "gpu": the sums of all chunks stay on the device until the last microbatch, and cross once.
     """
 
     window: int = 2
     pin: int | Sequence[str] = 0
     chunks: ChunkSpec = None
     checkpoint: bool = True
+    accumulate: Literal["host", "gpu"] = "host"
     stream_dtype: torch.dtype | Literal["auto"] | Mapping[str, torch.dtype] = "auto"
     resident_below: int = 1 << 20
     host_memory: int | None = None
@@ -49,7 +52,7 @@ class StreamedStages:
     """
 
     def __init__(self, stages: StageMap, devices: Sequence[Device], options: StreamOptions) -> None:
-        self._stages = stages
+        self._stages, self._spill = stages, options.accumulate == "host"
         stage_of = {id(module): stage for stage, module in stages.walk()}
         chunks = find_chunks(stages.root, options.chunks, resident_below=options.resident_below)
         self.chunks = [(name, module) for name, module in chunks if _may_stream(module, stages)]
@@ -83,11 +86,11 @@ class StreamedStages:
         return any(module is chunk for _, chunk in self.chunks)
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[Callable[[], None]]:
-        """Around the microbatches of one step; yields what publishes their gradients at its end."""
+    def step(self, microbatches: int) -> Iterator[Callable[[], None]]:
+        """Around so many microbatches of one step; yields what publishes their gradients at its end."""
         with contextlib.ExitStack() as stack:
             for streamer in self.streamers:
-                stack.enter_context(streamer.together(spill=True))
+                stack.enter_context(streamer.together(microbatches, spill=self._spill))
             yield self._finish
 
     @contextlib.contextmanager
