@@ -1,15 +1,17 @@
-"""One system on the reference work through the Trainer: time per phase, peak memory, losses.
+"""Systems on the reference work through the Trainer: time per phase, peak memory, losses.
 
-    python benchmarks/offload.py resident|streamed [--batch 8 --seq 2048 --steps 5 --activations checkpoint ...]
+    python benchmarks/offload.py resident streamed [--batch 8 --seq 2048 --steps 5 --activations checkpoint ...]
 
-`resident` is the ordinary Trainer with user-side checkpointing, `streamed` is OffloadStrategy on the same module. Both
-print one JSON object. Forward and backward are timed apart from the optimizer, with the device synchronised in between,
-which takes away what overlaps; `peers.py` times whole steps, and compares.
+`resident` is the ordinary Trainer with user-side checkpointing, `streamed` is OffloadStrategy on the same module. Each
+prints one JSON object, and in the end how much longer the phases of the last one take than those of the first. Forward
+and backward are timed apart from the optimizer, with the device synchronised in between, which takes away what
+overlaps; `peers.py` times whole steps, and compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -69,7 +71,16 @@ class Quiet(OffloadStrategy):
 
 def main() -> None:
     arguments = parse()
-    streamed = arguments.system == "streamed"
+    found = [measure(system, arguments) for system in arguments.systems]
+    first, last = found[0]["median_seconds"], found[-1]["median_seconds"]
+    print({phase: round(last[phase] / first[phase], 3) for phase in first.keys() & last.keys()})
+
+
+def measure(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One system, from a cold start."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    streamed = system == "streamed"
     module = Stack(
         arguments.layers, arguments.width, not streamed and arguments.activations == "checkpoint", arguments.learn
     )
@@ -92,7 +103,7 @@ def main() -> None:
     trainer.predict(module, loader)
     medians = {name: statistics.median(laps[WARM_UP:]) for name, laps in clock.phases.items() if len(laps) > WARM_UP}
     report = {
-        "system": arguments.system,
+        "system": system,
         "arguments": vars(arguments),
         "parameters": parameters,
         "median_seconds": medians,
@@ -103,12 +114,13 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "lightning": L.__version__},
     }
-    print(json.dumps(report))
+    print(json.dumps(report), flush=True)
+    return report
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("system", choices=["resident", "streamed"])
+    parser.add_argument("systems", nargs="+", choices=["resident", "streamed"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)

@@ -7,7 +7,8 @@
 Systems: `single` (one GPU, gradient accumulation), `torch` (torch.distributed.pipelining's 1F1B, two processes), and
 ours, in one process: `gpipe`, `1f1b`, `eager_1f1b`, `zb_h1`, `interleaved`, `zbv` (the bare engine), `trainer`
 (PipelineStrategy with 1f1b through the Trainer) and `trainer_zb_h1`. `1f1b_streamed` (and so on) keeps the weights in
-RAM; compare it with `--no-learn`, forward and backward alone, since its optimizer steps on the host. Each prints one
+RAM, and `1f1b_streamed_gpu` has accumulate="gpu" besides; compare them with `--no-learn`, forward and backward alone,
+since their optimizer steps on the host, and with a larger `--batch`, so that compute binds. Each prints one
 JSON object: the median step of those after the warm-up, peak bytes per GPU, and losses. Ratios are to be taken within
 one run.
 """
@@ -94,10 +95,9 @@ def single(options: argparse.Namespace) -> None:
 
 def ours(schedule: str, options: argparse.Namespace) -> None:
     model = nn.Sequential(*build(options.layers, options.width))
-    name, streams = schedule, schedule.endswith("_streamed")
-    schedule = schedule.removesuffix("_streamed")
+    name, (schedule, streams, place) = schedule, schedule.partition("_streamed")
     cut = None if schedule in ("interleaved", "zbv") else [str(1 + options.layers // 2)]
-    stream = stream_options(2, 0, "keep", host_memory=200 << 30) if streams else None
+    stream = stream_options(2, 0, "keep", place[1:] or "host", host_memory=200 << 30) if streams else None
     runner = PipelineRunner(model, ["cuda:0", "cuda:1"], schedule=schedule, stages=cut, stream=stream)
     first, last = runner.stage_devices[0].torch, runner.root_device
     x, y = tokens(options.batch, options.seq)

@@ -173,16 +173,19 @@ def engine(job: Job, results: Path) -> None:
     net = nn.ModuleList(build(job.layers, job.width))
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
     streamer = ramtorch_core.attach(net, device=job.device, overlapped=True, **job.options)
-    streamer.updates.run_on = True
+    streamer.updates.run_on, streamer.conservative = True, False  # as the strategy has it, since nothing else writes
     streamed = sum(row.parameters for row in streamer.chunk_table() if row.placement == "streamed")
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(job.device, dtype=torch.bfloat16, cache_enabled=False):
+            for module in net:
+                x = module(x)
+            return loss_function(x, y)
+
     for feed in job.feeds(1, lambda: {"streamed": streamed}, results):
         for index, (x, y) in enumerate(feed, 1):
             steps = index % feed.size.batches == 0
-            with torch.autocast(job.device, dtype=torch.bfloat16, cache_enabled=False):
-                output = x.to(job.device)
-                for module in net:
-                    output = module(output)
-                loss = loss_function(output, y.to(job.device))
+            loss = forward(x.to(job.device), y.to(job.device))
             with streamer.updates.overlap(optimizer) if steps else contextlib.nullcontext():
                 (loss / feed.size.batches).backward()
             if steps:

@@ -96,11 +96,13 @@ def test_copies_wait_for_slow_kernels_and_on_the_callers_own_streams(schedule: s
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("checkpoint", [True, False])
-@pytest.mark.parametrize("resident_below", [0, 100])
+@pytest.mark.parametrize(("resident_below", "place"), [(0, "host"), (100, "gpu")])
 def test_streamed_stages_equal_one_gpu(
-    schedule: str, dtype: torch.dtype | None, checkpoint: bool, resident_below: int
+    schedule: str, dtype: torch.dtype | None, checkpoint: bool, resident_below: int, place: Any
 ) -> None:
-    stream = StreamOptions(1, chunks="blocks.*", checkpoint=checkpoint, resident_below=resident_below, poison=True)
+    stream = StreamOptions(
+        1, chunks="blocks.*", checkpoint=checkpoint, accumulate=place, resident_below=resident_below, poison=True
+    )
     compare(Chain(8), schedule, dtype, slow=True, stream=stream)
 
 
