@@ -60,6 +60,7 @@ __all__ = [
     "predict_pipeline",
     "rates_of",
     "recommend",
+    "seconds_alone",
     "step_cost",
 ]
 
@@ -157,11 +158,16 @@ def predict(
     calibration: Calibration, plan: StreamingPlan, on: Machine | None = None, *, measured: StreamingPlan | None = None
 ) -> Prediction:
     """Simulate `plan`, by default on the calibrated machine; `measured` as for `step_cost`."""
-    found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
-    result = simulate_streaming(
-        found, plan, on or machine(calibration.rates), step_cost(calibration, measured, train=plan.train)
-    )
+    result = _simulated(calibration, plan, on, measured)
     return Prediction(result.seconds, result.peak_bytes, result)
+
+
+def seconds_alone(calibration: Calibration, plan: StreamingPlan) -> float:
+    """Of a step of the calibration's own plan that begins with nothing under way, until the host goes on to the next.
+
+    Updates that may run on into the next step do not count.
+    """
+    return _alone(calibration, plan)[0]
 
 
 def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update_seconds: float) -> Calibration:
@@ -173,20 +179,15 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
 
     Args:
         plan: of the steps that were measured, those of which the calibration is.
-        seconds: of a step.
+        seconds: of a step, as `seconds_alone` counts them.
         update_seconds: in which the host updated.
     """
-    simulated = predict(calibration, plan, measured=plan).result.timeline
-    updating = sum(
-        min(span.end, simulated.end) - max(span.start, simulated.start)
-        for span in simulated.spans
-        if span.kind is Kind.UPDATE and span.resource == HOST
-    )
+    _, updating = _alone(calibration, plan)
     if updating and update_seconds:
         calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
     published = plan.optimizer is Optimizer.PUBLISHED and updating > 0
-    for _ in range(FITTING):  # updates may hide a part of the time that is added
-        unexplained = seconds - predict(calibration, plan, measured=plan).seconds
+    for _ in range(FITTING):  # what limits the step may hide a part of the time that is added
+        unexplained = seconds - seconds_alone(calibration, plan)
         if unexplained <= 1e-4 * seconds:
             break
         if published:
@@ -194,6 +195,29 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
             return replace(calibration, update_factor=factor)
         calibration = replace(calibration, between=calibration.between + unexplained)
     return calibration
+
+
+def _alone(calibration: Calibration, plan: StreamingPlan) -> tuple[float, float]:
+    """Seconds of a step with nothing of another one in it, until the host goes on; and of its updates on the host."""
+    line = _simulated(calibration, plan, None, plan, steps=1).timeline
+    updates = [span for span in line.spans if span.kind is Kind.UPDATE and span.resource == HOST]
+    others = [span for span in line.spans if span.kind is not Kind.UPDATE or span.resource != HOST]
+    awaited = others if plan.optimizer is Optimizer.OVERLAPPED else others + updates
+    end = max((span.end for span in awaited), default=line.start)
+    return end - line.start, sum(span.end - span.start for span in updates)
+
+
+def _simulated(
+    calibration: Calibration,
+    plan: StreamingPlan,
+    on: Machine | None,
+    measured: StreamingPlan | None,
+    *,
+    steps: int = 3,
+) -> StreamingResult:
+    found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    beside = step_cost(calibration, measured, train=plan.train)
+    return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
 
 
 def recommend(calibration: Calibration, on: Machine | None = None, base: StreamingPlan | None = None) -> Choice:

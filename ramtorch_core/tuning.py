@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ramtorch_core.engine.calibration import Calibration
-from ramtorch_core.engine.measuring import Measuring
+from ramtorch_core.engine.measuring import AHEAD, PLAIN, Measuring
 from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.engine.rearrange import Knobs, knobs_of, rearrange, why_not_now
 from ramtorch_core.engine.stream import Streamer
@@ -34,7 +34,7 @@ from ramtorch_core.prediction import (
     fitted,
     half_precision,
     machine,
-    predict,
+    seconds_alone,
     step_cost,
 )
 from ramtorch_core.simulate import Choice, ChunkCost, Order, choose
@@ -47,9 +47,9 @@ __all__ = ["Auto", "Order", "Tuner", "Wish", "bytes_of", "choose_for", "known_fr
 log = logging.getLogger(__name__)
 
 WARM_UP = 2
-"""Steps before the timed ones: the first lays weights out as they are found to be used."""
-TIMED = 2
-"""Steps of which the medians are taken."""
+"""Steps before the measured ones: the first lays weights out as they are found to be used."""
+TIMED = 1 + PLAIN + AHEAD
+"""Steps that are measured: in one memory is counted, the others are timed."""
 USABLE = 0.95
 """Part of the free memory that is planned with where no gpu_memory is given: allocators need more than tensors take."""
 PLANNED = 0.98
@@ -71,7 +71,8 @@ class Tuner:
 
     Attributes:
         choice: what was chosen, once it was.
-        measured, simulated: seconds of the steps before the choice, and what they would take by their parts.
+        measured, simulated: seconds of the steps before the choice, as `seconds_alone` counts them, and what they would
+            take by their parts.
         done: nothing more is to come.
     """
 
@@ -107,8 +108,12 @@ class Tuner:
         if self._steps == 1:
             self._measuring.end_activations()
         if self._steps == WARM_UP:
+            self._measuring.begin_peaks()
+        elif self._steps == WARM_UP + 1:
+            self._measuring.end_peaks()
             self._measuring.begin_times()
-        self._measuring.end_lap()
+        else:
+            self._measuring.end_lap()
         if self._steps < WARM_UP + TIMED or why_not_now(self._streamer) is not None:
             return False
         self._choose(optimizers)
@@ -155,8 +160,8 @@ class Tuner:
             self._changed()
         self.choice = choice
         so_far = (
-            f"steps so far, with {_text(before, self._wish)}, took {self.measured:.4g} s, of which the simulator "
-            f"explains {self.simulated:.4g} s"
+            f"steps so far, with {_text(before, self._wish)}, took {self.measured:.4g} s, without updates that may run "
+            f"on, of which the simulator explains {self.simulated:.4g} s"
         )
         self._say(f"{_text(new, self._wish)}: {str(choice).partition(': ')[2]}\n{so_far}", False)
 
@@ -179,7 +184,7 @@ class Tuner:
         self.measured = statistics.median(measuring.seconds) / count
         updates = measuring.update_seconds() / count
         spread = replace(calibration, update_factor=calibration.update_factor / count)  # as `_spread` does afterwards
-        self.simulated = predict(spread, plan, measured=plan).seconds
+        self.simulated = seconds_alone(spread, plan)
         found = fitted(spread, plan, self.measured, updates)
         return replace(found, update_factor=found.update_factor * count)
 
@@ -270,7 +275,6 @@ def tune_lazily(streamer: Streamer, wish: Wish) -> None:
             return
         optimizers.add(optimizer)
         if isinstance(owner.tuning, Tuner) and not owner.closed:
-            owner.updates.wait()
             owner.tuning.between_steps(optimizers)
             if owner.tuning.done:
                 handle.remove()

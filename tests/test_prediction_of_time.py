@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from virtual_world_cases import WIDTH, Times, World
 
+from ramtorch_core import tuning
 from ramtorch_core.engine.rates import Rates
+from ramtorch_core.parts import Part, predicted_parts
 from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
 from ramtorch_core.tuning import Wish
 
@@ -116,4 +118,29 @@ def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone
     tuner, seconds, _ = world.tune(Wish(window="auto", pin=0, activations="auto", gpu_memory=1 << 40), plan)
     assert tuner.choice is not None
     assert seconds == pytest.approx(tuner.choice.seconds, rel=0.02)
-    assert tuner.measured > 1.2 * tuner.simulated
+    assert tuner.measured > tuner.simulated + 2.9 * MS  # the time between steps at least
+
+
+HOST = Times(1.2 * MS, 3.5 * MS, 2.4 * MS, 2.4 * MS)
+SLOW_HOST = World(rates(1.8, 1.8, 11.0), [(32, HOST)] * 8, LOSS, tail=0.4 * MS, between=3 * MS)
+"""The host takes longer for a forward or a recompute than the device, and in a backward it waits for updates."""
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("optimizer", [Optimizer.OVERLAPPED, Optimizer.JOINED])
+def test_measured_steps_tell_compute_from_the_host_and_both_from_waits(
+    monkeypatch: pytest.MonkeyPatch, plain: bool, optimizer: Optimizer
+) -> None:
+    monkeypatch.setattr(tuning, "known_rates", lambda device: device.rates)
+    plan = StreamingPlan(optimizer=optimizer)
+    limit = int(1.06 * SLOW_HOST.train(replace(plan, pin=2))[1])
+    wish = Wish(window=2, pin="auto", activations="checkpoint", gpu_memory=limit)
+    tuner, seconds, _ = SLOW_HOST.tune(wish, plan, plain=plain)
+    assert tuner.choice is not None
+    assert tuner.choice.plan.pin not in (0, ())
+    assert tuner.choice.seconds == pytest.approx(seconds, rel=0.02)
+    parts = predicted_parts(tuner.choice.result.timeline)
+    visits = 8 * (2 * HOST.forward + 0.4 * MS + HOST.backward)
+    assert parts[Part.COMPUTE] == pytest.approx(visits + LOSS.forward + LOSS.backward)
+    issued = 8 * (2 * HOST.issue_forward + HOST.issue_backward) + LOSS.issue_forward + LOSS.issue_backward
+    assert parts[Part.ISSUE] == pytest.approx(issued + SLOW_HOST.between, rel=0.02)

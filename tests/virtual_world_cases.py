@@ -20,7 +20,7 @@ from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.prediction import Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.costs import resident_chunks
-from ramtorch_core.tuning import Tuner, Wish
+from ramtorch_core.tuning import Tuner, Wish, tune_lazily
 
 WIDTH = 16
 
@@ -71,16 +71,19 @@ class Layers(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers in a row, and a loss that takes its time."""
+    """Layers in a row, and a loss that takes its time, of logits that are so many times as wide as they."""
 
-    def __init__(self, device: VirtualDevice, chunks: Sequence[tuple[int, Times]], loss: Times, tail: float) -> None:
+    def __init__(
+        self, device: VirtualDevice, chunks: Sequence[tuple[int, Times]], loss: Times, tail: float, wide: int = 1
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Layers(WIDTH, hidden, device, times, tail) for hidden, times in chunks)
-        self.device, self.times = device, loss
+        self.device, self.times, self.wide = device, loss, wide
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        x = x if self.wide == 1 else x.repeat(1, self.wide)
         return spend(x, self.device, self.times).float().logsumexp(1).mean()
 
 
@@ -93,6 +96,7 @@ class World:
         tail: seconds of each chunk's forward that are not recomputed.
         between: seconds of the host between two steps.
         slower: what updates on the host take, as a multiple of what the rates say.
+        wide: the width of the logits, as a multiple of that of the layers.
     """
 
     rates: Rates
@@ -103,13 +107,14 @@ class World:
     slower: float = 1.0
     tokens: int = 8
     autocast: bool = False
+    wide: int = 1
 
     def build(self) -> tuple[VirtualDevice, Model, Tensor]:
         """A new device with the model, and an input, which stays on it."""
         device = VirtualDevice(self.rates)
         x = torch.randn(self.tokens, WIDTH)
         device.memory.stays = x.nbytes
-        return device, Model(device, self.chunks, self.loss, self.tail), x
+        return device, Model(device, self.chunks, self.loss, self.tail, self.wide), x
 
     def calibrate(self) -> Calibration:
         """Calibrated by the engine."""
@@ -121,26 +126,39 @@ class World:
 
     def train(self, plan: StreamingPlan, steps: int = 5) -> tuple[float, int]:
         """Seconds of the last step that the engine makes under a plan, and bytes at its peak."""
-        with self._loop(plan) as loop:
+        with self.loop(plan) as loop:
             for _ in range(steps):
                 loop.step()
             return loop.seconds, loop.peak
 
-    def tune(self, wish: Wish, plan: StreamingPlan | None = None, steps: int = 5) -> tuple[Tuner, float, int]:
-        """The same of steps after the one in which knobs were chosen, and who chose."""
+    def tune(
+        self, wish: Wish, plan: StreamingPlan | None = None, steps: int = 5, *, plain: bool = False
+    ) -> tuple[Tuner, float, int]:
+        """The same of steps after the one in which knobs were chosen, and who chose.
+
+        Args:
+            plain: nobody but the optimizer tells when a step is over.
+        """
         plan = plan or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
-        with self._loop(plan) as loop:
-            tuner = Tuner(loop.streamer, wish, self.rates, base=lambda: plan)
+        with self.loop(plan) as loop:
+            loop.plain = plain
+            if plain:
+                tune_lazily(loop.streamer, wish)
+            else:
+                loop.streamer.tuning = Tuner(loop.streamer, wish, self.rates, base=lambda: plan)
+            tuner: Any = loop.streamer.tuning
             while not tuner.done:
                 loop.step()
-                tuner.between_steps([loop.optimizer])
-            loop.place(frozenset(knobs_of(loop.streamer).resident))
+                if not plain:
+                    tuner.between_steps([loop.optimizer])
+            loop.place(frozenset(knobs_of(loop.streamer).resident), moved=True)
             for _ in range(steps):
                 loop.step()
             return tuner, loop.seconds, loop.peak
 
     @contextlib.contextmanager
-    def _loop(self, plan: StreamingPlan) -> Iterator[Loop]:
+    def loop(self, plan: StreamingPlan) -> Iterator[Loop]:
+        """Steps of the engine under a plan."""
         device, model, x = self.build()
         resident = resident_chunks(plan.pin, len(self.chunks))
         with running_on(device), device.memory:
@@ -165,7 +183,7 @@ class World:
 
 
 class Loop:
-    """Steps as a Trainer makes them; `seconds` and `peak` are of the last one."""
+    """Steps as a Trainer makes them, or a `plain` loop; `seconds` and `peak` are of the last one."""
 
     def __init__(self, world: World, streamer: Streamer, plan: StreamingPlan, x: Tensor) -> None:
         self.world, self.streamer, self.plan, self.x = world, streamer, plan, x
@@ -173,14 +191,14 @@ class Loop:
         self.optimizer = torch.optim.AdamW(streamer.root.parameters(), fused=True)
         updates = streamer.updates
         self.runner = MicrobatchRunner(streamer, lambda: updates.begin(self.optimizer), updates.end)
-        self.seconds, self.peak = 0.0, 0
+        self.seconds, self.peak, self.plain = 0.0, 0, False
 
-    def place(self, resident: frozenset[int]) -> None:
-        """These chunks are resident now."""
+    def place(self, resident: frozenset[int], *, moved: bool = False) -> None:
+        """These chunks are resident now, whose states the updater made if they have `moved`, and nobody has counted."""
         sizes = [2 * WIDTH * hidden for hidden, _ in self.world.chunks]
         seconds = [self.world.slower * self.world.rates.host_update * size for size in sizes]
         self.device.ranges.updates = dict(enumerate(each for i, each in enumerate(seconds) if i not in resident))
-        self.device.memory.stays = self.x.nbytes + sum(4 * sizes[i] for i in resident)
+        self.device.memory.stays = self.x.nbytes + sum((4 + 8 * moved) * sizes[i] for i in resident)
 
     def loss(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.world.autocast), self.streamer.scope():
@@ -202,7 +220,8 @@ class Loop:
                 loss = self.loss(self.x)
                 if m == 0:
                     self.optimizer.zero_grad()
-                streamer.begin_lending()
+                if not self.plain:
+                    streamer.begin_lending()
                 last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
                 with streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
                     loss.backward()

@@ -20,19 +20,25 @@ from typing import Any, cast
 
 import torch
 
+from ramtorch_core.engine.backward import current_task
 from ramtorch_core.engine.footprints import Run
 from ramtorch_core.engine.laps import Lap, read_waits
 from ramtorch_core.engine.updates import Updates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import Kind, Range
+from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind, Range
 from ramtorch_core.plan.itinerary import Direction, Visit
 
 FACTOR = 4096
+WORK_BYTES = 2 * 4 * FACTOR**2
+"""Of device memory, for what keeps it busy."""
 LONGEST = 0.25
 """Seconds of work in advance. A host that needs longer for a pass is ahead of the device only for the first chunks."""
 FIRST = 8
 """Visits whose issuing is timed."""
+MARGIN = 2
+"""Work before a visit, as a multiple of what the host typically needs to issue it."""
+FOR_HOST = "for the host to get ahead"
 
 
 class Part(Enum):
@@ -113,8 +119,9 @@ class _Ahead:
     """Work for the device, while the host gets ahead."""
 
     def __init__(self, device: Device) -> None:
-        self._factor = torch.zeros(FACTOR, FACTOR, device=device.torch)
-        self._product = torch.empty_like(self._factor)
+        with torch.inference_mode(False):
+            self._factor = torch.zeros(FACTOR, FACTOR, device=device.torch)
+            self._product = torch.empty_like(self._factor)
         self._multiply()
         begun = device.mark()
         self._multiply()
@@ -128,24 +135,55 @@ class _Ahead:
             self._multiply()
 
     def _multiply(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             torch.mm(self._factor, self._factor, out=self._product)
 
 
 class Deliveries(deque[Range]):
-    """Notes when the host comes to the end of each visit, and of each recompute."""
+    """Notes when the host comes to the end of each visit, and of each recompute, by a clock that stops while it waits.
+
+    Attributes:
+        ends: the parts, and seconds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[tuple[Part, float]] = []
+        self._waited = 0.0
 
     def append(self, ended: Range) -> None:
         """Some range has ended on the host's side."""
-        if isinstance(ended.what, Visit):
-            self.ends.append((Part(ended.what.direction.value), time.perf_counter()))
+        if ended.kind is Kind.STALL:
+            self._waited += ended.waited
+        elif isinstance(ended.what, Visit):
+            self.ends.append((Part(ended.what.direction.value), time.perf_counter() - self._waited))
         elif ended.kind is Kind.RECOMPUTE:
-            self.ends.append((Part.RECOMPUTE, time.perf_counter()))
+            self.ends.append((Part.RECOMPUTE, time.perf_counter() - self._waited))
         super().append(ended)
+
+
+class Pacing(deque[Range]):
+    """Gives the device work before each visit, for longer than the host needs to issue it, so that it is ahead.
+
+    In training steps the host also waits, and what it had in advance is used up; so each visit gets its own. Those who
+    read the ranges see the work as a stall. It takes the place of a listener's `waiting`.
+
+    Args:
+        issue: what the host needs.
+    """
+
+    def __init__(self, device: Device, issue: Issue) -> None:
+        super().__init__()
+        self._ranges, self._ahead = device.ranges, _Ahead(device)
+        self._forward, self._backward = (
+            min(LONGEST, MARGIN * seconds) for seconds in (issue.forward, issue.recompute + issue.backward)
+        )
+
+    def append(self, ended: Range) -> None:
+        """Some range has ended on the host's side; not kept."""
+        if ended.what == FOR_TRANSFER:  # a visit begins
+            with self._ranges.span(Kind.STALL, FOR_HOST, shown=False):
+                self._ahead.work(self._forward if current_task() == -1 else self._backward)
 
 
 def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
@@ -192,7 +230,7 @@ def issuing(ends: Sequence[tuple[Part, float]], begun: float) -> Issue:
 
 
 def least_issue(ends: Sequence[tuple[Part, float]]) -> Issue:
-    """The same from steps in which the host also waits for updates and gradients: lower quartiles, of visits alone."""
+    """The same from steps as they run, whose queue may be full at any time: lower quartiles, of visits alone."""
     laps, _ = _laps(ends, 0.0)
     least = {part: sorted(seconds)[len(seconds) // 4] for part, seconds in laps.items() if seconds}
     return Issue(*(least.get(part, 0.0) for part in Part))

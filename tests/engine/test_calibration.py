@@ -4,6 +4,7 @@ import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,16 @@ from stream_cases import Block, assert_same, data, stack, state_of
 from torch import Tensor, nn
 
 from ramtorch_core import ConfigurationError
-from ramtorch_core.engine import calibration, rates
+from ramtorch_core.engine import calibration, rates, timed_passes
 from ramtorch_core.engine.calibration import calibrate_chunks
 from ramtorch_core.engine.chunks import find_chunks
 from ramtorch_core.engine.footprints import Run
 from ramtorch_core.engine.rates import Rates, known_rates, measure_rates
 from ramtorch_core.engine.stream import Streamer
-from ramtorch_core.engine.timed_passes import FIRST, Issue, Part, issuing, least_issue, time_passes
+from ramtorch_core.engine.timed_passes import FIRST, Deliveries, Issue, Part, issuing, least_issue, time_passes
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
+from ramtorch_core.plan.itinerary import Direction, Visit
 
 RATES = Rates(1e9, 1e9, 1.5e9, 4e9, 1e-9, 1e-10, None)
 CPU = Device("cpu")
@@ -139,6 +141,20 @@ def test_the_hosts_time_per_visit_is_that_of_the_first_visits() -> None:
 def test_the_hosts_time_of_a_recompute_is_told_apart() -> None:
     ends = [(F, 1.0), (F, 2.0), (R, 7.0), (B, 10.0), (R, 12.0), (B, 15.0)]
     assert issuing(ends, 0.0) == Issue(1.0, 2.0, 3.0, begin=0.0, loss=5.0 - 2.0)
+
+
+def test_the_hosts_clock_stops_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    device, deliveries = Device("cpu"), Deliveries()
+    monkeypatch.setattr(timed_passes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(device.ranges, "clock", lambda: now[0])
+    device.ranges.listen().waiting = deliveries
+    for chunk in (0, 1):
+        with device.ranges.span(Kind.VISIT, Visit(Direction.FORWARD, chunk)):
+            now[0] += 2.0
+            with device.ranges.span(Kind.STALL, FOR_UPDATE):
+                now[0] += 5.0
+    assert deliveries.ends == [(F, 2.0), (F, 4.0)]
 
 
 def test_where_the_host_also_waits_the_shorter_laps_count() -> None:

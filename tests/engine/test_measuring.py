@@ -9,15 +9,17 @@ import torch
 from stream_cases import assert_same, data, descend, stack, state_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from virtual_world_cases import Times, World
 
 from ramtorch_core import attach
 from ramtorch_core.engine.calibration import calibrate_chunks
 from ramtorch_core.engine.laps import read_visits
-from ramtorch_core.engine.measuring import Measuring
+from ramtorch_core.engine.measuring import AHEAD, PLAIN, ROOM, Measuring
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind
 from ramtorch_core.plan.itinerary import Direction, Visit
+from ramtorch_core.prediction import Optimizer, StreamingPlan
 
 RATES = Rates(1e9, 1e9, 1.5e9, 4e9, 1e-9, 1e-10, None)
 
@@ -111,6 +113,66 @@ def test_a_chunk_that_was_never_visited_leaves_no_calibration() -> None:
     assert measuring.calibration(RATES) is None
     measuring.close()
     streamer.close()
+
+
+# ------------------------------------------------------------------ a device that computes beside the host
+
+MS = 1e-3
+UPDATES = Rates(1e9, 1e9, 1e30, 1e30, 1e-5, 1e-30, 1 << 40, 1e9)
+"""Of a machine whose updates take longest."""
+WORLD = World(UPDATES, [(32, Times(1 * MS, 2 * MS, 3 * MS, 5 * MS))] * 6, between=4 * MS)
+
+
+def measured(measuring: Measuring, loop: Any) -> Any:
+    """What is found in some steps."""
+    loop.step()
+    measuring.begin_peaks()
+    loop.step()
+    measuring.end_peaks()
+    measuring.begin_times()
+    for _ in range(PLAIN + AHEAD):
+        loop.step()
+        measuring.end_lap()
+    found = measuring.calibration(UPDATES)
+    measuring.close()
+    return found
+
+
+def test_a_timed_step_ends_where_the_host_goes_on_and_the_next_begins_when_nothing_is_under_way() -> None:
+    with WORLD.loop(StreamingPlan(optimizer=Optimizer.OVERLAPPED)) as loop:
+        measuring = Measuring(loop.streamer, train=True)
+        measuring.begin_times()
+        for _ in range(PLAIN):
+            begun = loop.device.now
+            loop.step()
+            assert loop.device.updater.clock > loop.device.now or loop.device.updater._queue
+            gone_on = loop.device.now
+            measuring.end_lap()
+            assert loop.device.updater.clock <= loop.device.now
+            assert not loop.device.updater._queue
+            assert measuring.seconds[-1] == pytest.approx(gone_on - begun)
+        measuring.close()
+
+
+def test_compute_is_taken_from_steps_in_which_the_host_is_ahead_and_the_rest_from_others() -> None:
+    with WORLD.loop(StreamingPlan(optimizer=Optimizer.OVERLAPPED)) as loop:
+        measuring = Measuring(loop.streamer, train=True)
+        found = measured(measuring, loop)
+    assert len(measuring.seconds) == PLAIN
+    for chunk in found.chunks:
+        assert (chunk.forward, chunk.recompute) == (pytest.approx(1 * MS), pytest.approx(1 * MS))
+        assert chunk.backward == pytest.approx(2 * MS)
+    assert found.issue.forward == found.issue.recompute == pytest.approx(3 * MS)
+    assert found.issue.backward == pytest.approx(5 * MS)  # though it waits for updates there
+
+
+def test_without_memory_for_what_puts_the_host_ahead_all_steps_run_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WORLD.loop(StreamingPlan(optimizer=Optimizer.OVERLAPPED)) as loop:
+        monkeypatch.setattr(loop.device, "usable_bytes", lambda: ROOM)
+        measuring = Measuring(loop.streamer, train=True)
+        found = measured(measuring, loop)
+    assert len(measuring.seconds) == PLAIN + AHEAD
+    assert found.chunks[-1].forward == pytest.approx(3 * MS)  # the device waits for the host inside of a visit
 
 
 # ------------------------------------------------------------------ laps

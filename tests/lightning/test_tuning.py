@@ -109,8 +109,8 @@ def test_from_the_choice_on_a_fit_equals_one_with_these_knobs_given(gradients: s
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}]
 )
 def test_fits_with_other_settings_equal_the_plain_ones(options: dict[str, Any]) -> None:
-    found = fit(Classifier, Noting(**AUTO, gpu_memory=SOME_MEMORY), max_epochs=3, **options)
-    plain = fit(Classifier, Watched(), max_epochs=3, **options)
+    found = fit(Classifier, Noting(**AUTO, gpu_memory=SOME_MEMORY), max_epochs=4, **options)
+    plain = fit(Classifier, Watched(), max_epochs=4, **options)
     changed = [i for i, knobs in enumerate(found.strategy.knobs) if knobs != FIRST]
     every = options.get("accumulate_grad_batches", 1)
     assert changed[0] == (WARM_UP + TIMED) * every  # a multiple: gradients that add up stay where they are
