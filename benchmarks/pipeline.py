@@ -97,7 +97,7 @@ def ours(schedule: str, options: argparse.Namespace) -> None:
     model = nn.Sequential(*build(options.layers, options.width))
     name, (schedule, streams, place) = schedule, schedule.partition("_streamed")
     cut = None if schedule in ("interleaved", "zbv") else [str(1 + options.layers // 2)]
-    stream = stream_options(2, 0, "keep", place[1:] or "host", host_memory=200 << 30) if streams else None
+    stream = stream_options(options.window, 0, "keep", place[1:] or "host", host_memory=200 << 30) if streams else None
     runner = PipelineRunner(model, ["cuda:0", "cuda:1"], schedule=schedule, stages=cut, stream=stream)
     first, last = runner.stage_devices[0].torch, runner.root_device
     x, y = tokens(options.batch, options.seq)
@@ -258,7 +258,7 @@ def bits(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="*", default=DEFAULT)
-    flags = {"layers": 12, "width": 4096, "batch": 16, "seq": 2048, "microbatches": 8, "steps": 8}
+    flags = {"layers": 12, "width": 4096, "batch": 16, "seq": 2048, "microbatches": 8, "steps": 8, "window": 2}
     for flag, default in flags.items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--learn", action=argparse.BooleanOptionalAction, default=True, help="step the optimizer")
