@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ramtorch_core.engine.pipeline.turnstile import Aborted, Phase, Turnstile
+from ramtorch_core.engine.pipeline.turnstile import Aborted, Order, Phase, Turnstile
 from ramtorch_core.plan.schedule import Schedule
 
 pytestmark = pytest.mark.timeout(20)
@@ -78,7 +78,7 @@ def waits_for(turnstile: Turnstile, phase: Phase, stage: int, microbatch: int) -
     settled = threading.Event()
     for _ in range(10_000):
         with turnstile._mutex:
-            if gate.waiting:
+            if gate in turnstile._waiting:
                 return
         settled.wait(0.001)
     raise AssertionError("nobody came")
@@ -89,7 +89,7 @@ TWO_LANES = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_an_op_waits_for_the_one_before_it_in_its_lane(exclusive: bool, cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse(TWO_LANES), exclusive)
+    turnstile = Turnstile(Order(Schedule.parse(TWO_LANES), exclusive))
     first, second = cast(turnstile, 2)
     second.tell("enter", "0F1")
     waits_for(turnstile, "F", 0, 1)
@@ -104,7 +104,7 @@ def test_an_op_waits_for_the_one_before_it_in_its_lane(exclusive: bool, cast: An
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_forwards_exclude_each_other_on_all_lanes(exclusive: bool, cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse(TWO_LANES), exclusive)
+    turnstile = Turnstile(Order(Schedule.parse(TWO_LANES), exclusive))
     first, second = cast(turnstile, 2)
     first.tell("enter", "0F0")
     first.until_idle()
@@ -118,7 +118,7 @@ def test_forwards_exclude_each_other_on_all_lanes(exclusive: bool, cast: Any) ->
 
 
 def test_backwards_run_beside_forwards_where_devices_compute_on_their_own(cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0F0 0F1\n1B0 1B1\n2W0"), exclusive=False)
+    turnstile = Turnstile(Order(Schedule.parse("0F0 0F1\n1B0 1B1\n2W0"), exclusive=False))
     first, second, third = cast(turnstile, 3)
     for actor, op in ((first, "0F0"), (second, "1B0"), (third, "2W0")):
         actor.tell("enter", op)
@@ -129,7 +129,7 @@ def test_backwards_run_beside_forwards_where_devices_compute_on_their_own(cast: 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("sticky", [True, False])
 def test_the_baton_stays_with_its_thread_or_goes_round(exclusive: bool, sticky: bool, cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0F0 0F1\n1F0 1F1"), exclusive, sticky)
+    turnstile = Turnstile(Order(Schedule.parse("0F0 0F1\n1F0 1F1"), exclusive), sticky)
     first, second = cast(turnstile, 2)
     first.tell("enter", "0F0")
     first.until_idle()
@@ -152,7 +152,7 @@ def test_the_baton_stays_with_its_thread_or_goes_round(exclusive: bool, sticky: 
 
 
 def test_a_thread_that_has_to_wait_hands_the_baton_over(cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0F0 0F1\n1F0 1F1 1B0"), exclusive=True)
+    turnstile = Turnstile(Order(Schedule.parse("0F0 0F1\n1F0 1F1 1B0"), exclusive=True))
     first, second = cast(turnstile, 2)
     first.tell("enter", "0F0")
     first.until_idle()
@@ -165,7 +165,7 @@ def test_a_thread_that_has_to_wait_hands_the_baton_over(cast: Any) -> None:
 
 
 def test_an_op_without_baton_admits_the_next_of_its_lane_at_once(cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse("0W0 0F0 0W1"), exclusive=False, sticky=False)
+    turnstile = Turnstile(Order(Schedule.parse("0W0 0F0 0W1"), exclusive=False), sticky=False)
     first, second = cast(turnstile, 2)
     first.tell("enter", "0W0")
     first.until_idle()
@@ -177,7 +177,7 @@ def test_an_op_without_baton_admits_the_next_of_its_lane_at_once(cast: Any) -> N
 
 
 def test_giving_up_frees_those_who_wait_and_those_who_come_later_and_keeps_the_first_error(cast: Any) -> None:
-    turnstile = Turnstile(Schedule.parse(TWO_LANES))
+    turnstile = Turnstile(Order(Schedule.parse(TWO_LANES)))
     first, second = cast(turnstile, 2)
     first.tell("enter", "0F1")
     waits_for(turnstile, "F", 0, 1)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root, Step, current_step
 from ramtorch_core.engine.pipeline.thread_state import ThreadState
 from ramtorch_core.engine.pipeline.trees import map_tensors
-from ramtorch_core.engine.pipeline.turnstile import Recorder, Turnstile
+from ramtorch_core.engine.pipeline.turnstile import Order, Recorder, Turnstile
 from ramtorch_core.errors import StageOrderError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
@@ -43,6 +43,15 @@ class StepResult:
     """Parameter -> its gradient, summed over the microbatches in their order. `.grad` is as before the step."""
 
 
+class _Followed(NamedTuple):
+    """A schedule, and what is made from it once for all steps that follow it."""
+
+    schedule: Schedule
+    exclusive: bool
+    order: Order
+    drivers: int
+
+
 class Executor:
     """Owns the entry hooks, the threads and the links of one module.
 
@@ -59,6 +68,10 @@ class Executor:
         self._links = Links(self._unique)
         # a recompute in the backward sets and restores the state of generators, which stages may share
         self._exclusive = len(self._unique) < len(self.devices) or any(d.torch.type == "cpu" for d in self._unique)
+        homes = stages.homes.items()
+        self._owned = [frozenset(key for key, home in homes if home == stage) for stage in range(stages.count)]
+        self._ranges = [device.ranges for device in self.devices]
+        self._followed: _Followed | None = None
         self._local = threading.local()
         self._crew = Crew(f"pipeline-{next(_serial)}")
         self._hooks = [
@@ -110,12 +123,13 @@ class Executor:
             for parameter in parameters:
                 parameter.grad = None
         dice = Dice(step, self._unique)
-        ranges = [device.ranges for device in self.devices]
-        turnstile = Turnstile(schedule, exclusive or self._exclusive, self._exclusive, recorder, ranges)
+        followed = self._follow(schedule, exclusive)
+        turnstile = Turnstile(followed.order, self._exclusive, recorder, self._ranges)
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
-        work = Step(function, inputs, root, turnstile, self.devices, self._links, self.stages.homes, dice, deferrable)
-        jobs = [lambda: state.run(work.drive)] * _drivers(schedule)
+        homes = self.stages.homes
+        work = Step(function, inputs, root, turnstile, self.devices, self._links, homes, self._owned, dice, deferrable)
+        jobs = [lambda: state.run(work.drive)] * followed.drivers
         if schedule.split_backward:
             jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]
         try:
@@ -131,6 +145,14 @@ class Executor:
             dice.restore()
             for parameter, gradient in held:
                 parameter.grad = gradient
+
+    def _follow(self, schedule: Schedule, exclusive: bool) -> "_Followed":
+        """What this schedule takes, from the step before if that had the same."""
+        found = self._followed
+        if found is None or found.schedule is not schedule or found.exclusive != exclusive:
+            order = Order(schedule, exclusive or self._exclusive)
+            found = self._followed = _Followed(schedule, exclusive, order, _drivers(schedule))
+        return found
 
     def enter(self, stage: int, name: str, arguments: Any) -> Any:
         """The module that begins `stage` is called with `arguments`; returns what it shall get."""

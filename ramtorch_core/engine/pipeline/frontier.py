@@ -98,7 +98,7 @@ class Frontier(TorchFunctionMode):
     def _has_foreign(self, values: Iterable[Any], device: torch.device | None) -> bool:
         """Whether one of `values`, or in a list or tuple among them, belongs to another stage or is not on `device`.
 
-        This runs for every call: no generators, and `is_foreign` only for tensors that the stage has not computed.
+        This runs for every call: no generators, and `is_foreign` only for what the stage neither has nor computed.
         """
         microbatch = self.microbatch
         for value in values:
@@ -107,7 +107,8 @@ class Frontier(TorchFunctionMode):
                     return True
                 if value.requires_grad:
                     node = value.grad_fn
-                    if (node is None or node._sequence_nr() < microbatch.low) and microbatch.is_foreign(value):
+                    own = id(value) in microbatch.own if node is None else node._sequence_nr() >= microbatch.low
+                    if not own and microbatch.is_foreign(value):
                         return True
             elif isinstance(value, _SEQUENCES) and self._has_foreign(value, device):
                 return True

@@ -1,7 +1,7 @@
 """The state of one microbatch on its way through the stages; used by its driver thread only."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Microbatch:
     Args:
         index: of the microbatch.
         devices: per stage.
+        homes: id of a parameter or buffer -> its stage.
+        owned: per stage, ids of parameters and buffers that it uses as they are, unless an earlier stage used them.
         known: ids of tensors that were complete before the step began, beside parameters and buffers.
         ready: per device, an event after the work that was issued before the step.
         anchor: any tensor that requires grad.
@@ -57,6 +59,7 @@ class Microbatch:
         links: Links,
         loans: Loans,
         homes: dict[int, int],
+        owned: Sequence[frozenset[int]],
         known: set[int],
         ready: dict[torch.device, Event],
         anchor: Tensor,
@@ -69,9 +72,12 @@ class Microbatch:
         self.homes = homes
         self.stage = 0
         self.low = 0
+        self.own: frozenset[int] = frozenset()
+        """Those of `owned` that the current stage uses as they are."""
         self.last = len(devices) - 1
         """The stage in which the loss was computed; an earlier one than the last where forward ended early."""
         self.in_backward = False
+        self._owned = owned
         self._known = known
         self._ready = ready
         self.early: list[frozenset[int]] = []
@@ -101,7 +107,9 @@ class Microbatch:
         self.stage = stage
         self.low = _sequence_number()
         self._began.append(self.low)
-        self.early.append(self.loans.early)
+        early = self.loans.early
+        self.early.append(early)
+        self.own = self._owned[stage] - early if early else self._owned[stage]
 
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
@@ -117,6 +125,7 @@ class Microbatch:
         self.in_backward = True
         self.stage = stage
         self.low = self._began[stage]
+        self.own = self._owned[stage] - self.early[stage]
 
     def prefetch(self, tensors: Iterable[Tensor], stage: int) -> None:
         """Start copying what `stage` is about to be called with; the current stage has just ended."""
@@ -274,6 +283,7 @@ class Bystander:
         self.devices = devices
         self.links = links
         self.stage = self.low = 0
+        self.own: frozenset[int] = frozenset()
 
     @property
     def device(self) -> torch.device:

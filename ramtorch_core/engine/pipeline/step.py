@@ -52,6 +52,7 @@ class Step:
         devices: list[Device],
         links: Links,
         homes: dict[int, int],
+        owned: Sequence[frozenset[int]],
         dice: Dice,
         deferrable: frozenset[int] | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class Step:
         self.devices = devices
         self.links = links
         self.homes = homes
+        self.owned = owned if deferrable is None else [mine - deferrable for mine in owned]
         self.dice = dice
         self.deferrable = deferrable
         self.deferred: dict[tuple[int, int], Deferral] = {}
@@ -122,7 +124,16 @@ class Step:
         data, self.inputs[m] = self.inputs[m], None
         known = set(map(id, tensors_in(data)))
         microbatch = Microbatch(
-            m, self.devices, self.links, self.loans, self.homes, known, self.ready, self.anchor, self.deferrable
+            m,
+            self.devices,
+            self.links,
+            self.loans,
+            self.homes,
+            self.owned,
+            known,
+            self.ready,
+            self.anchor,
+            self.deferrable,
         )
         _driving.current = (self, microbatch)
         torch.clear_autocast_cache()  # as between the microbatches of plain accumulation
@@ -132,8 +143,12 @@ class Step:
         del data
         microbatch.end_forward()
         if self.root is not None:
-            for stage in reversed(range(len(self.devices))):
+            self.turnstile.enter("B", last := len(self.devices) - 1, m)
+            for stage in range(last, -1, -1):
+                if stage < last:
+                    self.turnstile.enter("B", stage, m, after=stage + 1)
                 self._backward(microbatch, stage, roots, frontier)
+            self.turnstile.leave("B", 0, m)
         _driving.current = None
 
     def _forward(self, microbatch: Microbatch, data: Any) -> Roots:
@@ -149,8 +164,8 @@ class Step:
         roots = root if isinstance(root, list) else [root] if root is not None else []
         return [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
 
-    def _begin_forward(self, microbatch: Microbatch, stage: int) -> None:
-        self.turnstile.enter("F", stage, microbatch.index)
+    def _begin_forward(self, microbatch: Microbatch, stage: int, after: int | None = None) -> None:
+        self.turnstile.enter("F", stage, microbatch.index, after)
         device = self.devices[stage]
         device.activate()
         self.dice.throw(microbatch.index, stage, device)
@@ -158,19 +173,19 @@ class Step:
 
     def _pass_on(self, microbatch: Microbatch, target: int) -> None:
         """Give up the turn of the current stage and those of stages in between; begin `target`, if there is such."""
-        m = microbatch.index
-        self.turnstile.leave("F", microbatch.stage, m)
-        for skipped in range(microbatch.stage + 1, target):
-            self.turnstile.enter("F", skipped, m)
+        m, running = microbatch.index, microbatch.stage
+        for skipped in range(running + 1, target):
+            self.turnstile.enter("F", skipped, m, after=running)
             microbatch.begin(skipped)
             microbatch.end()
-            self.turnstile.leave("F", skipped, m)
+            running = skipped
         if target < len(self.devices):
-            self._begin_forward(microbatch, target)
+            self._begin_forward(microbatch, target, after=running)
+        else:
+            self.turnstile.leave("F", running, m)
 
     def _backward(self, microbatch: Microbatch, stage: int, loss: Roots, frontier: Frontier) -> None:
         m = microbatch.index
-        self.turnstile.enter("B", stage, m)
         self.devices[stage].activate()
         microbatch.resume(stage)
         roots: Roots = []
@@ -187,7 +202,6 @@ class Step:
         del roots
         microbatch.settle(stage)
         self.loans.collect(stage, m, microbatch.early)
-        self.turnstile.leave("B", stage, m)
 
 
 def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from ramtorch_core.memory.ranges import Kind, Range, Ranges, finish
 from ramtorch_core.plan.schedule import Op, Schedule
 
-__all__ = ["Aborted", "Phase", "Recorder", "Turnstile"]
+__all__ = ["Aborted", "Order", "Phase", "Recorder", "Turnstile"]
 
 Phase: TypeAlias = Literal["F", "B", "W"]
 """F, the backward (B, or I where it is split), or W."""
@@ -22,24 +22,32 @@ class Aborted(BaseException):
     """The step was given up because of an error elsewhere. No `Exception`: user code must not catch it."""
 
 
-class _Gate:
+class Gate:
     """The place of one op in its lane."""
 
-    __slots__ = ("admitted", "baton", "begun", "following", "is_next", "op", "range", "waiting")
+    __slots__ = ("baton", "lane", "op", "place")
 
-    def __init__(self, op: Op, baton: bool, following: "_Gate | None") -> None:
+    def __init__(self, op: Op, lane: int, place: int, baton: bool) -> None:
         self.op = op
+        self.lane = lane
+        self.place = place
         self.baton = baton
         """The op runs only while its thread has the baton."""
-        self.following = following
-        self.is_next = False
-        """All ops before it in its lane have ended."""
-        self.waiting = False
-        """A thread waits for `admitted`."""
-        self.admitted = threading.Lock()
-        self.admitted.acquire()
-        self.range: Range | None = None
-        self.begun = 0.0
+
+
+class Order:
+    """A schedule as turnstiles follow it, the same in every step.
+
+    Args:
+        exclusive: all ops need the baton, not only forwards: no two ops run side by side.
+    """
+
+    def __init__(self, schedule: Schedule, exclusive: bool = True) -> None:
+        self.lanes = [
+            [Gate(op, lane, place, exclusive or op.kind == "F") for place, op in enumerate(ops)]
+            for lane, ops in enumerate(schedule.lanes)
+        ]
+        self.gates = {_key(gate.op): gate for gates in self.lanes for gate in gates}
 
 
 class Turnstile:
@@ -49,7 +57,7 @@ class Turnstile:
     Apart from that nothing but the lanes orders the ops.
 
     Args:
-        exclusive: all ops need the baton, not only forwards: no two ops run side by side.
+        order: of the ops.
         sticky: a thread that ends an op keeps the baton for its next op, if that may begin, where the host itself
             computes and to wake another thread costs as much as a small op. Otherwise the baton goes round, so that no
             device waits for the host to have taken one microbatch through all others.
@@ -59,8 +67,7 @@ class Turnstile:
 
     def __init__(
         self,
-        schedule: Schedule,
-        exclusive: bool = True,
+        order: Order,
         sticky: bool = True,
         recorder: Recorder | None = None,
         ranges: Sequence[Ranges] | None = None,
@@ -68,65 +75,62 @@ class Turnstile:
         self.error: BaseException | None = None
         self._mutex = threading.Lock()
         self._sticky = sticky
+        self._gates, self._lanes = order.gates, order.lanes
+        self._ended = [0] * len(order.lanes)
+        """Per lane, how many of its ops have ended."""
         self._baton_taken = False
-        self._for_baton: deque[_Gate] = deque()
+        self._waiting: dict[Gate, threading.Lock] = {}
+        """Held locks, each released to admit the thread that waits before the gate."""
+        self._for_baton: deque[Gate] = deque()
         """Those that wait for the baton alone."""
-        self._gates: dict[tuple[Phase, int, int], _Gate] = {}
         self._recorder = recorder
         self._ranges = ranges
-        for lane in schedule.lanes:
-            following: _Gate | None = None
-            for op in reversed(lane):
-                following = self._gates[_key(op)] = _Gate(op, exclusive or op.kind == "F", following)
-            if following is not None:
-                following.is_next = True
+        self._shown: dict[Gate, Range] = {}
+        self._begun: dict[Gate, float] = {}
 
-    def enter(self, phase: Phase, stage: int, microbatch: int) -> None:
-        """Block until it is this op's turn. Raises `Aborted` when the step was given up."""
+    def enter(self, phase: Phase, stage: int, microbatch: int, after: int | None = None) -> None:
+        """Block until it is this op's turn. Raises `Aborted` when the step was given up.
+
+        Args:
+            after: `leave` first the op of the same phase and microbatch on this stage.
+        """
         gate = self._gates[phase, stage, microbatch]
+        left = None if after is None else self._gates[phase, after, microbatch]
+        if left is not None:
+            self._note_end(left)
+        admitted: threading.Lock | None = None
         with self._mutex:
             if self.error is not None:
                 raise Aborted
-            waits = not gate.is_next or (gate.baton and self._baton_taken)
-            if waits:
-                gate.waiting = True
-                if gate.is_next:
+            if left is not None:
+                self._end(left)
+            is_next = self._ended[gate.lane] == gate.place
+            if not is_next or (gate.baton and self._baton_taken):
+                admitted = self._waiting[gate] = threading.Lock()
+                admitted.acquire()
+                if is_next:
                     self._for_baton.append(gate)
             elif gate.baton:
                 self._baton_taken = True
             self._hand_over()
-        if waits:
-            gate.admitted.acquire()
+        if admitted is not None:
+            admitted.acquire()
             if self.error is not None:
                 raise Aborted
         if self._recorder is not None:
-            gate.begun = time.perf_counter()
+            self._begun[gate] = time.perf_counter()
         if self._ranges is not None:
-            gate.range = self._ranges[stage].begin(Kind.OP, gate.op)
+            shown = self._ranges[stage].begin(Kind.OP, gate.op)
+            if shown is not None:
+                self._shown[gate] = shown
 
     def leave(self, phase: Phase, stage: int, microbatch: int) -> None:
         """End this op's turn and admit the next op of its lane. The thread enters another op next, or calls `rest`."""
         gate = self._gates[phase, stage, microbatch]
-        if self._recorder is not None:
-            self._recorder(gate.op, gate.begun, time.perf_counter())
-        if gate.range is not None:
-            finish(gate.range)
-            gate.range = None
-        following = gate.following
+        self._note_end(gate)
         with self._mutex:
-            if self.error is not None:
-                return
-            if gate.baton:
-                self._baton_taken = False
-            if following is not None:
-                following.is_next = True
-                if following.waiting:
-                    if following.baton:
-                        self._for_baton.append(following)
-                    else:
-                        self._admit(following)
-            if not (gate.baton and self._sticky):
-                self._hand_over()
+            if self.error is None:
+                self._end(gate)
 
     def rest(self) -> None:
         """The calling thread enters no op for now."""
@@ -139,9 +143,28 @@ class Turnstile:
             if self.error is not None:
                 return
             self.error = error
-            for gate in self._gates.values():
-                if gate.waiting:
-                    self._admit(gate)
+            for gate in list(self._waiting):
+                self._admit(gate)
+
+    def _note_end(self, gate: Gate) -> None:
+        if self._recorder is not None:
+            self._recorder(gate.op, self._begun.pop(gate), time.perf_counter())
+        if self._shown:
+            finish(self._shown.pop(gate, None))
+
+    def _end(self, gate: Gate) -> None:
+        if gate.baton:
+            self._baton_taken = False
+        self._ended[gate.lane] = place = gate.place + 1
+        lane = self._lanes[gate.lane]
+        if place < len(lane) and lane[place] in self._waiting:
+            following = lane[place]
+            if following.baton:
+                self._for_baton.append(following)
+            else:
+                self._admit(following)
+        if not (gate.baton and self._sticky):
+            self._hand_over()
 
     def _hand_over(self) -> None:
         """The baton, if no thread has it, goes to the one that has waited longest for it alone."""
@@ -149,9 +172,8 @@ class Turnstile:
             self._baton_taken = True
             self._admit(self._for_baton.popleft())
 
-    def _admit(self, gate: _Gate) -> None:
-        gate.waiting = False
-        gate.admitted.release()
+    def _admit(self, gate: Gate) -> None:
+        self._waiting.pop(gate).release()
 
 
 def _key(op: Op) -> tuple[Phase, int, int]:
