@@ -21,6 +21,8 @@ from pipeline_cases import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ramtorch_core.plan.schedule import build
+
 SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
 CUTS = {1: [], 2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
 
@@ -177,6 +179,28 @@ class EarlyExit(Chain):
 
 def test_early_exit_and_skipped_stages() -> None:
     assert_exact(EarlyExit(), CUTS[4], steps(6, 4))
+
+
+def test_backward_from_losses_of_several_stages_with_numbers_for_their_gradients() -> None:
+    model, items = Chain(), batches(3)
+    reference = copy.deepcopy(model)
+
+    def losses(chain: Chain, item: Any) -> tuple[Tensor, Tensor]:
+        x, y = item
+        x = chain.blocks[0](x)
+        early = x.pow(2).mean()
+        for block in chain.blocks[1:]:
+            x = block(x)
+        return early, F.cross_entropy(chain.head(x), y)
+
+    for item in items:
+        torch.autograd.backward(losses(reference, item), [torch.tensor(0.25), torch.tensor(1 / 3)])
+    with pipeline(model, CUTS[4]) as executor:
+        plan = build("staggered_1b1f", 4, 3)
+        result = executor.run(
+            lambda item: losses(model, item), items, plan, lambda both, m: [(both[0], 0.25), (both[1], 1 / 3)]
+        )
+    assert_same_gradients(model, reference, result)
 
 
 class Structured(Chain):

@@ -45,6 +45,9 @@ class _Crossing(torch.autograd.Function):
         return None, None, None
 
 
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Crossing).apply
+
+
 def cross(anchor: Tensor, cut: Cut, value: Tensor) -> Tensor:
     """`value` in a graph that ends here; the gradient found for it goes to `cut`.
 
@@ -54,5 +57,4 @@ def cross(anchor: Tensor, cut: Cut, value: Tensor) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         return _Crossing.apply(anchor, cut, (value,))  # type: ignore[no-any-return, no-untyped-call]
-    apply: Callable[..., Tensor] = super(torch.autograd.Function, _Crossing).apply
-    return apply(anchor, cut, (value,))
+    return _apply(anchor, cut, (value,))

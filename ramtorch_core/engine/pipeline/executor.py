@@ -105,7 +105,8 @@ class Executor:
             inputs: its argument, per microbatch.
             schedule: a checked schedule for as many stages and microbatches.
             root: takes an output and its microbatch's number to the tensor from which backward starts, with its
-                gradient (None for a scalar), or to None for no backward; runs as part of the last stage.
+                gradient (for a scalar also a number, or None for one), or to None for no backward; runs as part of the
+                last stage.
             accumulate: add to the present `.grad`, as if the step continued earlier ones.
             step: number of the step; random numbers depend on it.
             finish: called after the last op, before gradients are collected.

@@ -1,7 +1,9 @@
 """The state of one microbatch on its way through the stages; used by its driver thread only."""
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ramtorch_core.memory.device import COMPLETE, Device, Event
 
 __all__ = ["Bystander", "Microbatch"]
 
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
@@ -171,7 +174,7 @@ class Microbatch:
         local = source if parcel is None else self.links.receive(parcel)
         if foreign:
             cut = Cut(source, self._stage_of(source))
-            with torch.enable_grad():
+            with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
                 local = cross(self._anchor, cut, local)
             self._cuts[self.stage].append(cut)
         self._arrivals[self.stage][id(tensor)] = Arrival(tensor, local)

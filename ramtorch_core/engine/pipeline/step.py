@@ -23,10 +23,13 @@ from ramtorch_core.plan.schedule import Op
 
 __all__ = ["Root", "Step", "current_step"]
 
-Roots: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
-"""Tensors from which backward starts, each with its gradient, or None for a scalar."""
+Gradient: TypeAlias = Tensor | float | None
+"""A tensor; for a scalar also a number, or None for one."""
 
-Root: TypeAlias = Callable[[Any, int], "tuple[Tensor, Tensor | None] | Roots | None"]
+Roots: TypeAlias = list[tuple[Tensor, Gradient]]
+"""Tensors from which backward starts, each with its gradient."""
+
+Root: TypeAlias = Callable[[Any, int], tuple[Tensor, Gradient] | Roots | None]
 """(output of the function, microbatch) -> where its backward starts: one pair, several, or nowhere."""
 
 _driving = threading.local()
@@ -138,8 +141,7 @@ class Step:
         _driving.current = (self, microbatch)
         torch.clear_autocast_cache()  # as between the microbatches of plain accumulation
         frontier = Frontier(microbatch, self._several_devices)
-        with frontier:
-            roots = self._forward(microbatch, data)
+        roots = self._forward(microbatch, data, frontier)
         del data
         microbatch.end_forward()
         if self.root is not None:
@@ -151,18 +153,20 @@ class Step:
             self.turnstile.leave("B", 0, m)
         _driving.current = None
 
-    def _forward(self, microbatch: Microbatch, data: Any) -> Roots:
+    def _forward(self, microbatch: Microbatch, data: Any, frontier: Frontier) -> Roots:
         """Run the user's function through all stages; returns where backward begins."""
         m = microbatch.index
         self._begin_forward(microbatch, 0)
-        output = self.function(data)
-        root = None if self.root is None else self.root(output, m)
+        with frontier:
+            output = self.function(data)
+            root = None if self.root is None else self.root(output, m)
+        pairs = root if isinstance(root, list) else [root] if root is not None else []
+        roots = [(microbatch.admit(tensor), gradient) for tensor, gradient in pairs if tensor.requires_grad]
         microbatch.last = microbatch.stage
         microbatch.end()
         self.outputs[m] = output if self.root is None else map_tensors(Tensor.detach, output)
         self._pass_on(microbatch, len(self.devices))
-        roots = root if isinstance(root, list) else [root] if root is not None else []
-        return [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
+        return roots
 
     def _begin_forward(self, microbatch: Microbatch, stage: int, after: int | None = None) -> None:
         self.turnstile.enter("F", stage, microbatch.index, after)
@@ -209,7 +213,7 @@ def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:
     if not roots:
         return
     tensors = tuple([tensor for tensor, _ in roots])
-    gradients = tuple([_unit(tensor) if gradient is None else gradient for tensor, gradient in roots])
+    gradients = tuple([g if isinstance(g, Tensor) else _filled(tensor, g) for tensor, g in roots])
     try:
         with outside_autocast(), frontier:
             _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -223,10 +227,10 @@ def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:
         ) from error
 
 
-def _unit(loss: Tensor) -> Tensor:
+def _filled(loss: Tensor, value: float | None) -> Tensor:
     if loss.numel() != 1:
         raise RuntimeError(f"the loss must be a scalar to start a backward, but has shape {tuple(loss.shape)}")
-    return torch.ones_like(loss, memory_format=torch.preserve_format)
+    return torch.full_like(loss, 1.0 if value is None else value, memory_format=torch.preserve_format)
 
 
 def _out_of_order(name: str, stage: int, running: int) -> str:

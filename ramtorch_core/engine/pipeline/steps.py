@@ -21,16 +21,6 @@ GradOutputs: TypeAlias = Tensor | Callable[[Any], Any]
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
 
-class _Outcome:
-    """The output of one microbatch, until its backward begins, and its loss, or the gradient of the output."""
-
-    __slots__ = ("last", "output")
-
-    def __init__(self, output: Any, last: Any) -> None:
-        self.output = output
-        self.last = last
-
-
 class Steps:
     """Steps and inference of one module with one runner; see `Pipeline.step` for the arguments."""
 
@@ -68,17 +58,18 @@ class Steps:
             inputs, target, gradient = item
             output = self._call(inputs)
             if loss_fn is not None:
-                return _Outcome(output, loss_fn(output, target))
-            return _Outcome(output, grad_outputs(output) if callable(grad_outputs) and gradient is None else gradient)
+                return [loss_fn(output, target)]
+            return [output, grad_outputs(output) if callable(grad_outputs) and gradient is None else gradient]
 
-        def root(outcome: _Outcome, m: int) -> Any:
-            output, outcome.output = outcome.output, None
-            last, outcome.last = outcome.last, None
+        def root(outcome: list[Any], m: int) -> Any:
             if loss_fn is None:
-                return _paired(output, last)
-            outcome.last = last.detach()
-            loss = last / len(items) if equal else last * shares[m]
-            return (loss if scaler is None else scaler.scale(loss)), None
+                pairs = _paired(*outcome)
+                outcome.clear()  # nothing of them is kept
+                return pairs
+            (loss,) = outcome
+            if scaler is None:
+                return loss, 1 / len(items) if equal else shares[m]
+            return scaler.scale(loss / len(items) if equal else loss * shares[m]), None
 
         plan = self._plan(schedule, len(items))
         held = [(p, p.grad) for p in self.module.parameters()]
@@ -95,8 +86,7 @@ class Steps:
             for p, gradient in held:
                 p.grad = gradient
             self._count += 1
-        losses = [outcome.last for outcome in result.outputs]
-        return None if loss_fn is None else join(losses, sizes)
+        return None if loss_fn is None else join([loss for (loss,) in result.outputs], sizes)
 
     def infer(self, x: Any, n_microbatches: int, diced: bool) -> Any:
         """The outputs of a batch, without gradients."""
