@@ -40,6 +40,7 @@ class Lane:
         issuing: name of the host's thread that issues the visits.
         bus, inward: the capacities that its copies in both directions share, and those to the device.
         memory: place of the bytes that come and go; `weight_bytes` are there at any time.
+        issued: the last thing that the host did.
         updated: chunk -> the task that last wrote its master.
         stale: chunks whose masters the host casts again before it copies them.
         holdings: what is held when.
@@ -82,7 +83,7 @@ class Lane:
         self._moving: deque[tuple[int, float, int]] = deque()  # copies of gradients, their bytes, and since when
         self._gates: list[int] = []  # what must have ended before compute goes on
         self._rooms: list[int] = []  # and before the host does
-        self._issued: int | None = None  # the last thing that the host did
+        self.issued: int | None = None
         self._copied: int | None = None  # the last transfer
         self._reads_master: int | None = None  # the last one that reads masters
         self.begin(())
@@ -100,9 +101,9 @@ class Lane:
     def spend(self, seconds: float, label: str, after: Iterable[int | None] = ()) -> None:
         """The host does something that is no work for the device."""
         if seconds:
-            waits = [self._issued, self._since, *self._rooms, *after]
+            waits = [self.issued, self._since, *self._rooms, *after]
             self._rooms = []
-            self._issued = self.work.add(self.issuing, label, Kind.ISSUE, seconds, waits)
+            self.issued = self.work.add(self.issuing, label, Kind.ISSUE, seconds, waits)
 
     def let_host_write(self) -> None:
         """The host waits until no transfer reads a master."""
@@ -127,14 +128,14 @@ class Lane:
         """
         if chunk not in self.resident and not self._visits:
             self.copy_ahead()
-        needs = [*after, self._issued, self._since]
+        needs = [*after, self.issued, self._since]
         if issue:
-            waits = [self._issued, self._since, *self._rooms]
+            waits = [self.issued, self._since, *self._rooms]
             if chunk not in self.resident:
                 waits.append(self.updated.get(chunk))
             self._rooms = []
             needs.append(self.work.join(waits))
-            self._issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, issue, waits)
+            self.issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, issue, waits)
         if chunk in self.resident:
             task = self.step(kind, seconds, label, needs)
             self._end(task, issue)
@@ -152,7 +153,7 @@ class Lane:
 
     def _end(self, task: int, issue: float) -> int:
         """The end of a visit: when it is computed, and issued."""
-        return self.work.add(self.compute, "", Kind.ISSUE, 0.0, [task, self._issued]) if issue else task
+        return self.work.add(self.compute, "", Kind.ISSUE, 0.0, [task, self.issued]) if issue else task
 
     def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()) -> int:
         """Compute that needs no chunk's weights. Returns its task."""
@@ -182,7 +183,7 @@ class Lane:
         uses = traffic(cost.gradient_bytes * (1 + add), seconds, HOST_MEMORY, self.bus)
         if add:
             uses |= traffic(cost.gradient_bytes, seconds, self.inward)
-        needs = [visit, room, self._issued]
+        needs = [visit, room, self.issued]
         task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)
         if room is not None:
             self._gates.append(room)
@@ -225,9 +226,9 @@ class Lane:
         if transfer.chunk in self.stale:
             self.stale.remove(transfer.chunk)
             uses = traffic(cost.master_bytes + cost.weight_bytes, cost.recast, HOST_MEMORY)
-            waits = [self._issued, self._since, self.updated.get(transfer.chunk)]
-            self._issued = self.work.add(self.issuing, f"c{transfer.chunk}", Kind.ISSUE, cost.recast, waits, uses)
-        needs = [self._since, self._issued, self._copied, former, self.updated.get(transfer.chunk)]
+            waits = [self.issued, self._since, self.updated.get(transfer.chunk)]
+            self.issued = self.work.add(self.issuing, f"c{transfer.chunk}", Kind.ISSUE, cost.recast, waits, uses)
+        needs = [self._since, self.issued, self._copied, former, self.updated.get(transfer.chunk)]
         uses = traffic(cost.weight_bytes, cost.transfer, HOST_MEMORY, self.bus, self.inward)
         task = self.work.add(self.h2d, f"t{transfer.chunk}", Kind.TRANSFER, cost.transfer, needs, uses)
         self._content[transfer.slot] = self._copied = task

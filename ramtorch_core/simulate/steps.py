@@ -169,7 +169,7 @@ class Steps:
         if plan.train and plan.optimizer is not Optimizer.GPU:
             self.lane.all_sent(self._latest)
             end = self._latest if self._beside.awaited else None
-            self._since = self.work.join([end, *self._arrived.values()])
+            self._since = self.work.join([end, self.lane.issued, *self._arrived.values()])
 
     def _forward(self, chunk: int, m: int) -> None:
         cost, label = self.chunks[chunk], self._label("F", chunk, m)

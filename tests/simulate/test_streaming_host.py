@@ -67,6 +67,16 @@ def test_adding_a_gradient_takes_what_was_measured_or_as_long_as_its_copy() -> N
         assert [span.seconds for span in result.timeline.spans if span.resource == "D2H"] == [2, seconds]
 
 
+def test_a_backward_is_over_when_the_host_has_issued_all_of_it() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=1, update=1)
+    slow = replace(chunk, issue_backward=50)
+    plan = StreamingPlan(pin=(0,), checkpoint=False, optimizer=Optimizer.PUBLISHED)
+    result = simulate_streaming([slow, chunk], plan, steps=1)
+    issued = max(span.end for span in result.timeline.spans if span.label == "iB0")
+    assert issued == 50
+    assert starts(result, "host")["u1"] >= issued
+
+
 def test_the_lowest_chunk_goes_first_once_every_gradient_has_arrived() -> None:
     chunk = ChunkCost(forward=1, backward=1, gradient=3, update=4)
     result = simulate_streaming([chunk] * 3, StreamingPlan(optimizer=Optimizer.OVERLAPPED, checkpoint=False), steps=1)
@@ -102,7 +112,7 @@ def reference(part: float, *, wide: bool) -> list[ChunkCost]:
         (1, True, StreamingPlan(), 0.622),
         (1, False, StreamingPlan(optimizer=Optimizer.OVERLAPPED), 0.778),
         ((0.1025 - 0.024) / 0.571, False, StreamingPlan(optimizer=Optimizer.OVERLAPPED), 0.705),
-        (1, True, StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=4, order=Order.CHUNK), 2.343),
+        (1, True, StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=4, order=Order.CHUNK), 2.329),
         (1, True, StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=4), 3.174),
     ],
     ids=["forward and backward", "16k tokens", "2k tokens", "64k tokens, by chunk", "64k tokens, accumulated"],
@@ -110,6 +120,7 @@ def reference(part: float, *, wide: bool) -> list[ChunkCost]:
 def test_the_reference_work_takes_about_as_long_as_it_was_measured(part, wide, plan, measured) -> None:
     chunks = reference(part, wide=wide)
     tolerance = 0.1
-    if plan.microbatches > 1 and plan.order is Order.MICROBATCH:
+    if plan.microbatches > 1 and plan.order is Order.MICROBATCH:  # measured when sums came in and left in turns
+        chunks = [replace(chunk, accumulate=2 * chunk.gradient) for chunk in chunks]
         tolerance = 0.13  # what adding on the device costs besides the copies was not measured there
     assert simulate_streaming(chunks, plan, MACHINE).seconds == pytest.approx(measured, rel=tolerance)
