@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from pipeline_cases import WIDTH, Chain, Shared, accumulate, batches, loss_of
 from torch import Tensor, nn
 
+from ramtorch_core import PipelineModel
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
+from ramtorch_core.schedules import CANDIDATES
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(120)]
 SCHEDULES = ["sequential", "gpipe", "staggered_1b1f", "eager_1f1b", "zb_h1", "interleaved", "zbv"]
@@ -127,6 +129,26 @@ class Late(Chain):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_weight_that_is_registered_late_and_used_early(schedule: str) -> None:
     compare(Late(), schedule, torch.bfloat16, slow=True)
+
+
+def test_the_automatic_schedule_is_chosen_and_changes_no_bit() -> None:
+    losses, chosen = {}, ""
+    for schedule in ("gpipe", "auto"):
+        torch.manual_seed(0)
+        model = PipelineModel(Chain(8), devices=[0, 1], split_spec=["blocks.4"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = losses[schedule] = []
+        for index in range(8):
+            x, y = (torch.cat(parts) for parts in zip(*batches(6, 4, seed=index), strict=True))
+            result = model.step(x, y, schedule=schedule, n_microbatches=6, loss_fn=F.cross_entropy)
+            result.flush_grads()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(result.loss.cpu())
+        chosen = model._auto.name
+        model.close()
+    assert chosen in CANDIDATES
+    assert torch.equal(torch.stack(losses["auto"]), torch.stack(losses["gpipe"]))
 
 
 def test_dropout_is_exact_against_the_sequential_schedule() -> None:
