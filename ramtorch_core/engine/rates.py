@@ -31,7 +31,7 @@ LOADED_COPIES = 16
 COPY_BYTES = 256 << 20
 PARAMETERS = 1 << 26
 FACTOR = 4096
-VERSION = 2
+VERSION = 3
 """Of what is measured, and how: rates that were written by another one are not used."""
 UPDATE_BYTES = 28
 """Host memory traffic per parameter of AdamW besides the shadow: four values are read, three of them written."""
