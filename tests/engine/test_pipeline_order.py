@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from pipeline_cases import WIDTH, Block, Chain, accumulate, assert_same_gradients, batches
 from torch import Tensor, nn
 
+from ramtorch_core.engine.pipeline.balance import balanced_entries
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.runner import PipelineRunner
 from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder, optimizers_follow
-from ramtorch_core.engine.pipeline.stages import balanced_entries
 from ramtorch_core.errors import ConfigurationError
 
 
@@ -230,7 +230,7 @@ def test_modules_that_are_never_called_follow_their_parents() -> None:
     model = Late()
     attention = model.attention
     assert AS_REGISTERED.modules(model) == [model, attention, attention.out_proj, model.first]
-    order = RunningOrder({id(module): time for time, module in enumerate([model, model.first, attention])})
+    order = RunningOrder([[id(module) for module in (model, model.first, attention)]])
     assert order.modules(model) == [model, model.first, attention, attention.out_proj]
 
 
@@ -240,8 +240,8 @@ def test_stages_are_cut_anew_only_at_modules_that_are_called_and_called_once() -
     model.once = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     model.twice, model.never = nn.Linear(WIDTH, 9 * WIDTH), nn.Linear(WIDTH, 9 * WIDTH)
     model.partly = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    called = [model.twice, *model.partly, model.once, *model.once]
-    order = RunningOrder({id(module): time for time, module in enumerate(called)}, frozenset([id(model.twice)]))
+    called = [model.twice, *model.partly, model.once, *model.once, model.twice]
+    order = RunningOrder([[id(module) for module in called]])
     for stages in (2, 3, 4):
         found = [name for name, _ in balanced_entries(model, stages, order=order).entries]
         assert len(found) == stages - 1
@@ -261,6 +261,54 @@ def test_the_state_of_an_optimizer_follows_its_parameters() -> None:
     hook.remove()
     devices = [optimizer.state[p]["momentum_buffer"].device.type for p in (parameter, other)]
     assert devices == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable", None])
+def test_numbers_that_an_optimizer_keeps_on_the_host_stay_and_containers_are_looked_into(option: str | None) -> None:
+    """As when a weight that streamed goes to a device: its count of steps does not, unless it is needed there."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    state = optimizer.state[parameter]
+    state |= {"step": torch.zeros(()), "moments": [torch.ones(2), {"second": torch.ones(2)}], "name": "sgd"}
+    optimizer.param_groups[0] |= {} if option is None else {option: True}
+    hook = optimizers_follow({parameter: torch.device("cpu")})
+    optimizer.step()
+    hook.remove()
+    assert state["step"].device.type == ("cpu" if option is None else "meta")
+    assert state["moments"][0].device.type == state["moments"][1]["second"].device.type == "meta"
+    assert state["name"] == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("calls", "merged", "steady"),
+    [
+        (["abcd"], "abcd", "abcd"),
+        (["abcbd"], "abcd", "acd"),
+        (["abd", "abcd", "xad"], "xabcd", "ad"),
+        (["abcd", "acbd"], "abcd", {"abd", "acd"}),
+        (["sabcd", "abscd"], "sabcd", "abcd"),
+        (["abcdef", "defabc"], "abcdef", {"abc", "def"}),
+    ],
+)
+def test_the_orders_of_microbatches_are_one_as_far_as_they_agree(
+    calls: list[str], merged: str, steady: str | set[str]
+) -> None:
+    modules = {name: nn.Identity() for name in "abcdefsx"}
+    order = RunningOrder([[id(modules[name]) for name in each] for each in calls])
+    names = {id(module): name for name, module in modules.items()}
+    assert "".join(names[key] for key in order.times) == merged
+    found = "".join(sorted(name for name, module in modules.items() if order.may_begin(module)))
+    assert found in ({steady} if isinstance(steady, str) else steady)
+
+
+def test_containers_run_with_the_first_of_what_is_in_them_and_modules_when_they_are_called() -> None:
+    model = nn.Module()
+    model.late, model.holder = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Module()
+    model.holder.inner = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    first, second = model.holder.inner
+    order = RunningOrder([[id(module) for module in (model.late[1], second, first, model.late, model.late[0])]])
+    holder = [model.holder, model.holder.inner]
+    assert order.modules(model) == [model, model.late[1], *holder, second, first, model.late, model.late[0]]
 
 
 @pytest.mark.gpu(2)

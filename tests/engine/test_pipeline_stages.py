@@ -7,8 +7,9 @@ import torch
 from pipeline_cases import Block, Chain
 from torch import nn
 
+from ramtorch_core.engine.pipeline.balance import balanced_entries, memory_cost
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, plan_schedule, resolve_devices
-from ramtorch_core.engine.pipeline.stages import balanced_entries, memory_cost, place, resolve_entries
+from ramtorch_core.engine.pipeline.stages import place, resolve_entries
 from ramtorch_core.errors import ConfigurationError, PlanError
 from ramtorch_core.plan.schedule import Schedule, gpipe
 

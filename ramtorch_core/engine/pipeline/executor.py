@@ -97,6 +97,7 @@ class Executor:
         finish: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
         exclusive: bool = False,
+        strict: bool = True,
     ) -> StepResult:
         """Call `function` once per microbatch, in the order of `schedule`, with backward if `root` is given.
 
@@ -112,6 +113,7 @@ class Executor:
             finish: called after the last op, before gradients are collected.
             recorder: is told when each op began and ended on the host.
             exclusive: launch no two ops at the same time, even if their devices compute on their own.
+            strict: refuse a module that begins a stage whose turn is over; else it runs in the stage that runs then.
 
         Raises:
             BaseException: the first error of any thread, itself; gradients of the step are dropped then.
@@ -129,7 +131,10 @@ class Executor:
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         homes = self.stages.homes
-        work = Step(function, inputs, root, turnstile, self.devices, self._links, homes, self._owned, dice, deferrable)
+        owned = self._owned
+        work = Step(
+            function, inputs, root, turnstile, self.devices, self._links, homes, owned, dice, deferrable, strict
+        )
         jobs = [lambda: state.run(work.drive)] * followed.drivers
         if schedule.split_backward:
             jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]

@@ -7,27 +7,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ramtorch_core.engine.observe import is_compiled
+from ramtorch_core.engine.pipeline.balance import Balance, StageSpec, find_stages
 from ramtorch_core.engine.pipeline.executor import Executor, StepResult
-from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, FirstCalls, RunningOrder, optimizers_follow
-from ramtorch_core.engine.pipeline.stages import (
-    StageMap,
-    StageRow,
-    balanced_entries,
-    memory_cost,
-    parameter_cost,
-    place,
-    resolve_entries,
-)
-from ramtorch_core.engine.pipeline.step import Root
+from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, Observed, optimizers_follow
+from ramtorch_core.engine.pipeline.stages import StageMap, StageRow, format_stage_rows, place
+from ramtorch_core.engine.pipeline.step import Root, out_of_order
 from ramtorch_core.engine.pipeline.streamed import StreamedStages, StreamOptions
-from ramtorch_core.errors import ConfigurationError, check_choice, shown
+from ramtorch_core.errors import ConfigurationError, StageOrderError, shown
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.check import check
 from ramtorch_core.plan.schedule import Schedule, build, forward_only, one_by_one
@@ -39,14 +32,11 @@ log = logging.getLogger(__name__)
 WORTH_CUTTING_ANEW = 0.05
 """Share of the weights' bytes away from where they run at which stages follow the running order."""
 
-StageSpec: TypeAlias = Sequence[str | nn.Module] | Callable[[nn.Module], Sequence[str | nn.Module]] | None
-"""The modules whose entry begins stages 1, 2, ..., or their names; a function that finds them; None: balanced."""
+STILL_EVEN = 1.5
+"""Largest stage over what it would be otherwise up to which stages begin where an evaluation enters them in turn."""
 
 ScheduleSpec: TypeAlias = str | Schedule | Callable[[int, int], Schedule]
 """A name, a schedule for one number of microbatches, or a function of (devices, microbatches)."""
-
-Balance: TypeAlias = Literal["parameters", "memory"]
-_COSTS = {"parameters": parameter_cost, "memory": memory_cost}
 
 
 class PipelineRunner:
@@ -54,7 +44,8 @@ class PipelineRunner:
 
     Nothing in the module tree is renamed or moved: parameters stay the same objects, on the devices of their stages.
     The first training step shows in which order modules run. If that is not the order of their registration, stages are
-    cut, and weights placed, anew after it; cuts of the user's stay, and what runs between them is placed.
+    cut, and weights placed, anew after it; cuts of the user's stay, and what runs between them is placed. The first
+    evaluation shows it too, and counts where automatic cuts make it enter stages out of turn.
 
     Args:
         root: the module; its parameters and buffers move.
@@ -90,12 +81,12 @@ class PipelineRunner:
         placement = plan_schedule(schedule, len(self.devices), 1).placement
         self.stage_devices = [self.devices[d] for d in placement]
         weights = _stage_weights(device_weights, placement, len(self.devices))
-        self._find = functools.partial(_find_stages, root, stages, len(placement), balance, weights)
-        self._aside, self._stream = aside, stream
+        self._find = functools.partial(find_stages, root, stages, len(placement), balance, weights)
+        self._aside, self._stream, self._automatic = aside, stream, stages is None
         self.streamed: StreamedStages | None = None
-        self._following: RemovableHandle | None = None
+        self._following: list[RemovableHandle] = []
         self._settle(self._find(AS_REGISTERED))
-        self._calls = self._first_calls()
+        self._observed = self._observer()
 
     @property
     def root_device(self) -> torch.device:
@@ -127,20 +118,21 @@ class PipelineRunner:
         self._follow_tree()
         plan = schedule or self.plan(len(inputs))
         streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step(len(inputs))
-        shared = self.streamed is not None  # where user code skips a module that begins a stage, chunks run in another
-        with contextlib.nullcontext() if self._calls is None else self._calls, streaming as finish:
-            result = self._executor.run(
-                function, inputs, plan, root, accumulate=accumulate, step=step, finish=finish, exclusive=shared
-            )
-        calls, self._calls = self._calls, None
-        return result if calls is None else self._cut_anew(result, calls.order())
+        with self._observed.run(True) as first, streaming as finish:
+            more = {"root": root, "accumulate": accumulate, "finish": finish}
+            result = self._run(function, inputs, plan, first, step=step, **more)
+        return self._follow_step(result) if first else result
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""
         self._follow_tree()
         plan = forward_only(self.plan(len(inputs)))
-        with contextlib.nullcontext() if self.streamed is None else self.streamed.scopes():
-            return self._executor.run(function, inputs, plan, step=step).outputs
+        streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.scopes()
+        with self._observed.run(False) as first, streaming:
+            outputs = self._run(function, inputs, plan, first, step=step).outputs
+        if first:
+            self._follow_evaluation()
+        return outputs
 
     def transparent(self) -> AbstractContextManager[object]:
         """Inside, the calling thread may call the module as if it were on one device, with its graph whole."""
@@ -151,8 +143,8 @@ class PipelineRunner:
         self._executor.close()
         if self.streamed is not None:
             self.streamed.close()
-        if self._following is not None:
-            self._following.remove()
+        for hook in self._following:
+            hook.remove()
 
     def _settle(self, stages: StageMap) -> None:
         self.stages = stages
@@ -171,52 +163,89 @@ class PipelineRunner:
     def _stays(self, module: nn.Module) -> bool:
         return self._aside(module) or (self.streamed is not None and self.streamed.holds(module))
 
-    def _first_calls(self) -> FirstCalls | None:
-        """What notes in which order the next step calls the modules, if that can be told and makes a difference."""
-        root = self.stages.root
-        return None if is_compiled(root) or self.stages.count == 1 else FirstCalls(root)
+    def _run(self, function: Any, inputs: Sequence[Any], plan: Schedule, first: bool, **more: Any) -> StepResult:
+        shared = self.streamed is not None  # where user code skips a module that begins a stage, chunks run in another
+        strict = not (first and self._automatic)  # cuts that are only a guess are no reason to refuse a model
+        return self._executor.run(function, inputs, plan, exclusive=shared, strict=strict, **more)
+
+    def _observer(self) -> Observed:
+        """What notes in which order the next runs call the modules, if that can be told and makes a difference."""
+        if is_compiled(self.stages.root) or self.stages.count == 1:
+            return Observed(self.stages.root, ())
+        return Observed(self.stages.root, (True, False) if self._automatic else (True,))
 
     def _replace(self, stages: StageMap) -> None:
         before = {parameter: parameter.device for owned in self.stages.owned for parameter in owned}
         self._executor.close()
-        self._settle(stages)
-        self._following = optimizers_follow({p: device for p, device in before.items() if p.device != device})
-        weakref.finalize(self, self._following.remove)
+        with torch.inference_mode(False):
+            self._settle(stages)
+        self._following.append(optimizers_follow({p: device for p, device in before.items() if p.device != device}))
+        weakref.finalize(self, self._following[-1].remove)
 
     def _follow_tree(self) -> None:
         """Cut the stages anew where user code has put other modules into the tree, whose weights nobody knows."""
         if self.stages.outdated():
-            with torch.inference_mode(False):
-                self._replace(self._find(AS_REGISTERED))
-            self._calls = self._first_calls()
-            log.info("the model has other modules than before:\n%s", format_stage_rows(self.stage_table()))
+            self._replace(self._find(AS_REGISTERED))
+            self._observed = self._observer()
+            log.info("the model has other modules than before:\n%s", self._shown())
 
-    def _cut_anew(self, result: StepResult, order: RunningOrder) -> StepResult:
+    def _find_anew(self) -> StageMap:
+        """The stages for the running order; an evaluation counts unless they become uneven by it."""
+        stages, both = self._find(self._observed.order(evaluated=False)), self._observed.order()
+        if self._automatic and stages.out_of_turn(both) is not None:
+            with contextlib.suppress(ConfigurationError):
+                other = self._find(both)
+                if other.largest() < STILL_EVEN * stages.largest():
+                    return other
+        return stages
+
+    def _follow_evaluation(self) -> None:
+        """Cut the stages anew if the first evaluation entered them out of turn."""
+        order = self._observed.order()
+        clash = self.stages.out_of_turn(order)
+        if clash is None:
+            return
+        stages = self._find_anew()
+        if stages.out_of_turn(order) is not None:
+            raise StageOrderError(clash[0], out_of_order(*clash))
+        self._replace(stages)
+        log.info("an evaluation entered stages out of turn, so they begin elsewhere:\n%s", self._shown())
+
+    def _follow_step(self, result: StepResult) -> StepResult:
         """Let the stages follow the running order, if that is another one; returns the result at its new places."""
-        away = self.stages.away(order)
+        order = self._observed.order(evaluated=False)
+        away, clash = self.stages.away(order), self.stages.out_of_turn(order)
         astray = self.streamed is not None and self.streamed.out_of_place(order)
-        if away < WORTH_CUTTING_ANEW and not astray and not self.stages.never_entered(order):
+        if not (away >= WORTH_CUTTING_ANEW or astray or clash or self.stages.never_entered(order)):
             return result
         try:
-            self._replace(self._find(order))
-        except ConfigurationError:  # too few modules are called, and called once, to begin stages
-            self._replace(StageMap(self.stages.root, self.stages.entries, order))
+            stages = self._find_anew()
+        except ConfigurationError as error:  # too few modules are called, and called once, to begin stages
+            if clash is not None:
+                raise StageOrderError(clash[0], out_of_order(*clash)) from error
+            stages = StageMap(self.stages.root, self.stages.entries, order)
+        self._replace(stages)
+        if (late := stages.out_of_turn(self._observed.order())) is not None:
+            log.warning("training is cut evenly, and evaluation cannot be: %s", out_of_order(*late))
         if idle := self.stages.never_entered(order):
             log.warning(
-                "the first microbatch did not call %s, where a stage begins: what follows belongs to the stage before. "
-                "If none does, a device has nothing to do: cut elsewhere (stages=[...])",
+                "the first step did not call %s, where a stage begins: what follows belongs to the stage before, and a "
+                "device has nothing to do: cut elsewhere (stages=[...])",
                 " and ".join(f"'{name}'" for name in idle),
             )
         if astray:
             log.info("chunks that run in another stage than it seemed stream there, those of several stages nowhere")
-        if away >= WORTH_CUTTING_ANEW:
+        if away >= WORTH_CUTTING_ANEW or clash:
             log.warning(
                 "modules run in another order than they are registered in, and %.0f %% of the weights were copied to "
                 "where they are used. From now on they are there:\n%s",
                 100 * away,
-                format_stage_rows(self.stage_table()),
+                self._shown(),
             )
         return replace(result, gradients={p: gradient.to(p.device) for p, gradient in result.gradients.items()})
+
+    def _shown(self) -> str:
+        return format_stage_rows(self.stage_table())
 
     def _build(self, microbatches: int) -> Schedule:
         fixed = self.schedule
@@ -286,17 +315,6 @@ def resolve_devices(devices: Sequence[torch.device | str | int]) -> list[Device]
     return resolved
 
 
-def format_stage_rows(rows: Sequence[StageRow]) -> str:
-    """The stage table as text."""
-    lines = [f"{'stage':>5}  {'device':<8} {'parameters':>12} {'MB':>10} {'share':>6}  begins at"]
-    lines += [
-        f"{row.stage:>5}  {row.device:<8} {row.parameters:>12,} {row.bytes / 1e6:>10,.1f} {row.share:>6.1%}  "
-        f"{row.first_module}"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
 def check_device_weights(weights: Any) -> None:
     """Refuse what cannot be relative speeds.
 
@@ -306,26 +324,6 @@ def check_device_weights(weights: Any) -> None:
     speeds = isinstance(weights, Sequence) and all(isinstance(weight, int | float) for weight in weights)
     if not speeds or not all(0 < weight < float("inf") for weight in weights):
         raise ConfigurationError(f"device_weights={shown(weights)}: give positive, finite numbers, one for each device")
-
-
-def _find_stages(
-    root: nn.Module,
-    chosen: StageSpec,
-    count: int,
-    balance: Balance,
-    weights: Sequence[float] | None,
-    order: RunningOrder,
-) -> StageMap:
-    if chosen is None:
-        check_choice("balance", balance, _COSTS)
-        return balanced_entries(root, count, weights, _COSTS[balance], order)
-    function = callable(chosen) and not isinstance(chosen, type | nn.Module)
-    entries: Any = chosen(root) if function else chosen  # type: ignore[operator]
-    if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise ConfigurationError(
-            f"stages={shown(entries)}: give a list with the names of the modules whose entry begins stages 1, 2, ..."
-        )
-    return resolve_entries(root, entries, count, order)
 
 
 def _stage_weights(weights: Sequence[float] | None, placement: Sequence[int], devices: int) -> list[float] | None:

@@ -6,21 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core.engine.module_tree import is_never_called
 from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder
 from ramtorch_core.errors import ConfigurationError
-from ramtorch_core.plan.partition import imbalance, partition
 
-__all__ = ["StageMap", "StageRow", "balanced_entries", "memory_cost", "parameter_cost", "place", "resolve_entries"]
-
-GOOD_ENOUGH = 1.1
-"""Slowest stage over a perfect cut at which no module is opened any further: a cut inside a block costs traffic."""
-
-WORTH_OPENING = 0.95
-"""A finer cut is taken if it makes the slowest stage at most this much of what it was."""
+__all__ = ["StageMap", "StageRow", "format_stage_rows", "place", "resolve_entries"]
 
 _SPLIT = (nn.Linear, nn.modules.conv._ConvNd)
-
-Cost = Callable[[nn.Module, set[int]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,8 @@ class StageMap:
 
     Entering `entries[i]` begins stage `i + 1`; whatever runs between two entries belongs to the earlier stage. A
     parameter or buffer is at home in the stage of the first module that owns it. Shared ones are lent to other stages.
-    Modules run in the order of their registration, unless `order` tells when each is called first.
+    Modules run in the order of their registration, unless `order` tells when each is called first; an entry that is
+    never called then begins no stage.
     """
 
     root: nn.Module
@@ -86,11 +79,29 @@ class StageMap:
 
     def walk(self) -> Iterator[tuple[int, nn.Module]]:
         """Every module once, in running order, with its stage."""
-        starts = {id(module): stage for stage, (_, module) in enumerate(self.entries, start=1)}
+        starts = {id(m): stage for stage, (_, m) in enumerate(self.entries, start=1) if self.order.is_called(m)}
         stage = 0
         for module in self.order.modules(self.root):
             stage = starts.get(id(module), stage)
             yield stage, module
+
+    def stages_of(self, calls: Sequence[int]) -> dict[int, set[int]]:
+        """The stages in which a microbatch that makes `calls` runs each module, by `id`."""
+        found: dict[int, set[int]] = {}
+        for key, stage, _ in self._follow(calls):
+            found.setdefault(key, set()).add(stage)
+        return found
+
+    def out_of_turn(self, order: RunningOrder) -> tuple[str, int, int] | None:
+        """The first entry that is called too late, by its name, its stage and the stage that runs, if `order` is right.
+
+        Too late is when its stage, or a later one, has begun.
+        """
+        for calls in (*order.calls, *order.evaluated):
+            for _, stage, missed in self._follow(calls):
+                if missed is not None:
+                    return self.entries[missed - 1][0], missed, stage
+        return None
 
     def away(self, order: RunningOrder) -> float:
         """The share of the parameters' bytes that run in another stage than that of their home, if `order` is right."""
@@ -102,6 +113,11 @@ class StageMap:
     def never_entered(self, order: RunningOrder) -> list[str]:
         """The names of the modules that begin stages and were not called, if `order` is right."""
         return [name for name, module in self.entries if not order.is_called(module)]
+
+    def largest(self) -> float:
+        """The share of the parameters that the largest stage has."""
+        totals = [sum(p.numel() for p in parameters) for parameters in self.owned]
+        return max(totals) / max(1, sum(totals))
 
     def rows(self, devices: Sequence[str]) -> list[StageRow]:
         """The stage table; `devices[s]` names the device of stage s."""
@@ -119,6 +135,16 @@ class StageMap:
             for stage in range(self.count)
         ]
 
+    def _follow(self, calls: Sequence[int]) -> Iterator[tuple[int, int, int | None]]:
+        """Each call, the stage in which it runs, and the stage that it would begin if its turn were not over."""
+        starts = {id(module): stage for stage, (_, module) in enumerate(self.entries, start=1)}
+        stage = 0
+        for key in calls:
+            begins = starts.get(key, 0)
+            missed = begins if 0 < begins <= stage else None
+            stage = max(stage, begins)
+            yield key, stage, missed
+
 
 def _parameters_of(root: nn.Module) -> set[int]:
     """The `id`s of its parameters; asked before every step, so without names."""
@@ -131,26 +157,6 @@ def _parameters_of(root: nn.Module) -> set[int]:
                 seen.add(child)
                 waiting.append(child)
     return found - {id(None)}
-
-
-def parameter_cost(module: nn.Module, seen: set[int]) -> float:
-    """Number of elements of the module's parameters that are not in `seen`, to which they are added."""
-    total = 0
-    for parameter in module.parameters():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            total += parameter.numel()
-    return total
-
-
-def memory_cost(module: nn.Module, seen: set[int]) -> float:
-    """Bytes of the module's parameters not in `seen`, with a gradient and two moments for those that are trained."""
-    total = 0
-    for parameter in module.parameters():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            total += parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
-    return total
 
 
 def resolve_entries(
@@ -183,8 +189,7 @@ def resolve_entries(
     for name, module in entries:
         if module is root:
             raise ConfigurationError("the whole module cannot be a cut: name a submodule that begins a stage")
-        uncallable = type(module).forward is nn.Module.forward and "forward" not in vars(module)
-        if uncallable or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if is_never_called(module):
             raise ConfigurationError(
                 f"cut '{name}' is a {type(module).__name__}, which is never called: name the module inside it that "
                 f"begins the stage, such as '{name}.0'"
@@ -192,60 +197,6 @@ def resolve_entries(
         if sum(module is other for _, other in entries) > 1:
             raise ConfigurationError(f"cut '{name}' is named twice; every stage begins at a module of its own")
     return StageMap(root, tuple(entries), order)
-
-
-def balanced_entries(
-    root: nn.Module,
-    stages: int,
-    weights: Sequence[float] | None = None,
-    cost: Cost = parameter_cost,
-    order: RunningOrder = AS_REGISTERED,
-) -> StageMap:
-    """The most even stages for modules that run in the order of their registration, or in another that was seen.
-
-    Starts from the root as one piece and opens the costliest piece of the slowest stage for as long as that makes the
-    stages more even, so that cuts fall between large modules where that is good enough, and inside them only where it
-    is not.
-
-    Args:
-        weights: relative speed of the stages' devices.
-        cost: the cost of a module, given the parameters that earlier modules account for already.
-
-    Raises:
-        ConfigurationError: the module has too few parts.
-    """
-    if stages == 1:
-        return StageMap(root, (), order)
-    pieces: list[tuple[str, nn.Module]] = [("", root)]
-    best: tuple[float, list[tuple[str, nn.Module]]] | None = None
-    while True:
-        pieces = sorted(_open_containers(pieces, order), key=lambda piece: order.first(piece[1]))
-        costs = _costs(root, pieces, cost)
-        if len(pieces) >= stages and pieces[0][1] is not root:
-            parts = partition(costs, stages, weights)
-            uneven = imbalance(costs, parts, weights)
-            entries = [pieces[part[0]] for part in parts[1:]]
-            possible = all(order.may_begin(module) for _, module in entries)
-            if possible and (best is None or uneven < best[0] * WORTH_OPENING):
-                best = uneven, entries
-            if possible and uneven <= GOOD_ENOUGH:
-                break
-            speed = weights or [1.0] * stages
-            slowest = max(range(stages), key=lambda s: sum(costs[i] for i in parts[s]) / speed[s])
-            candidates = [i for i in parts[slowest] if _children(*pieces[i])]
-        else:
-            candidates = [i for i, piece in enumerate(pieces) if _children(*piece)]
-        if not candidates:
-            break
-        opened = max(candidates, key=lambda i: costs[i])
-        pieces[opened : opened + 1] = _children(*pieces[opened])
-    if best is None:
-        count = sum(module is not root for _, module in pieces)
-        raise ConfigurationError(
-            f"{type(root).__name__} has {count} modules with parameters that could begin a stage, too few for "
-            f"{stages} stages: use fewer devices"
-        )
-    return StageMap(root, tuple(best[1]), order)
 
 
 def place(stages: StageMap, devices: Sequence[torch.device], aside: Callable[[nn.Module], bool]) -> None:
@@ -277,26 +228,12 @@ def place(stages: StageMap, devices: Sequence[torch.device], aside: Callable[[nn
             module.flatten_parameters()
 
 
-def _children(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    prefix = f"{name}." if name else ""
-    return [
-        (prefix + child_name, child)
-        for child_name, child in module.named_children()
-        if any(True for _ in child.parameters())
+def format_stage_rows(rows: Sequence[StageRow]) -> str:
+    """The stage table as text."""
+    lines = [f"{'stage':>5}  {'device':<8} {'parameters':>12} {'MB':>10} {'share':>6}  begins at"]
+    lines += [
+        f"{row.stage:>5}  {row.device:<8} {row.parameters:>12,} {row.bytes / 1e6:>10,.1f} {row.share:>6.1%}  "
+        f"{row.first_module}"
+        for row in rows
     ]
-
-
-def _open_containers(pieces: list[tuple[str, nn.Module]], order: RunningOrder) -> list[tuple[str, nn.Module]]:
-    """Replace modules that are never called themselves by their children."""
-    opened: list[tuple[str, nn.Module]] = []
-    for name, module in pieces:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or not order.is_called(module):
-            opened += _open_containers(_children(name, module), order)
-        else:
-            opened.append((name, module))
-    return opened
-
-
-def _costs(root: nn.Module, pieces: list[tuple[str, nn.Module]], cost: Cost) -> list[float]:
-    seen: set[int] = set()
-    return [cost(module, seen) for _, module in pieces]
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.plan.schedule import Op
 
-__all__ = ["Root", "Step", "current_step"]
+__all__ = ["Root", "Step", "current_step", "out_of_order"]
 
 Gradient: TypeAlias = Tensor | float | None
 """A tensor; for a scalar also a number, or None for one."""
@@ -58,6 +58,7 @@ class Step:
         owned: Sequence[frozenset[int]],
         dice: Dice,
         deferrable: frozenset[int] | None = None,
+        strict: bool = True,
     ) -> None:
         self.function = function
         self.inputs: list[Any] = list(inputs)
@@ -69,6 +70,7 @@ class Step:
         self.owned = owned if deferrable is None else [mine - deferrable for mine in owned]
         self.dice = dice
         self.deferrable = deferrable
+        self.strict = strict
         self.deferred: dict[tuple[int, int], Deferral] = {}
         self.outputs: list[Any] = [None] * len(self.inputs)
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
@@ -108,11 +110,15 @@ class Step:
             self.turnstile.abort(error)
 
     def enter_stage(self, microbatch: Microbatch, stage: int, name: str, arguments: Any) -> Any:
-        """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in."""
+        """A module that begins `stage` is called: pass the turn on, wait for the next one, bring the arguments in.
+
+        Out of turn it runs in the current stage, unless that is an error.
+        """
         with Aside():
-            if not microbatch.in_backward:  # else a recompute of a region that spans stages
-                if stage <= microbatch.stage:
-                    raise StageOrderError(name, _out_of_order(name, stage, microbatch.stage))
+            late = stage <= microbatch.stage
+            if late and self.strict and not microbatch.in_backward:
+                raise StageOrderError(name, out_of_order(name, stage, microbatch.stage))
+            if not late and not microbatch.in_backward:  # else a recompute of a region that spans stages
                 microbatch.end()
                 if self._several_devices:
                     microbatch.prefetch(tensors_in(arguments), stage)
@@ -233,7 +239,8 @@ def _filled(loss: Tensor, value: float | None) -> Tensor:
     return torch.full_like(loss, 1.0 if value is None else value, memory_format=torch.preserve_format)
 
 
-def _out_of_order(name: str, stage: int, running: int) -> str:
+def out_of_order(name: str, stage: int, running: int) -> str:
+    """What is wrong where module `name`, which begins `stage`, is entered while stage `running` runs."""
     return (
         f"module '{name}', which begins stage {stage}, was entered while stage {running} ran: each stage must be "
         "entered once per forward, in order. Cut elsewhere (stages=[...]), at modules that run once and in this order"

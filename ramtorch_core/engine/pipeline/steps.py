@@ -74,7 +74,7 @@ class Steps:
         plan = self._plan(schedule, len(items))
         held = [(p, p.grad) for p in self.module.parameters()]
         for p, _ in held:
-            p.grad = self._pending.get(p)
+            p.grad = _beside(p, self._pending.get(p))
         try:
             with self._autocast():
                 result = self.runner.train(function, items, root, accumulate=True, step=self._count, schedule=plan)
@@ -84,7 +84,7 @@ class Steps:
             raise
         finally:
             for p, gradient in held:
-                p.grad = gradient
+                p.grad = _beside(p, gradient)
             self._count += 1
         return None if loss_fn is None else join([loss for (loss,) in result.outputs], sizes)
 
@@ -98,7 +98,8 @@ class Steps:
 
     def flush_grads(self) -> None:
         """Add the gradients of all steps since the last flush to `.grad`."""
-        for parameter, gradient in self._pending.items():
+        for parameter, waiting in self._pending.items():
+            gradient = waiting.to(parameter.device)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._pending = {}
 
@@ -179,6 +180,11 @@ def _autocast_dtype(autocast: Autocast) -> torch.dtype | None:
 
 def _to(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def _beside(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The gradient on the device of its parameter, which a new cut may have moved."""
+    return None if gradient is None else gradient.to(parameter.device)
 
 
 def _paired(output: Any, gradient: Any) -> list[tuple[Tensor, Tensor]]:

@@ -1,8 +1,9 @@
 """Stages whose chunks stay in RAM and stream through a window on the stage's device, in the order of the schedule."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,8 +44,8 @@ class StreamOptions:
 class StreamedStages:
     """One streaming engine per device, for the chunks of its stages, until `close`.
 
-    A chunk that shares weights with modules outside of it, in which another stage begins, or that several stages call,
-    does not stream.
+    A chunk that shares weights with modules outside of it, in which another stage begins, or of which several stages
+    call parts, does not stream.
 
     Args:
         stages: of the whole module, its parameters on the host.
@@ -55,13 +56,15 @@ class StreamedStages:
         self._stages, self._spill = stages, options.accumulate == "host"
         stage_of = {id(module): stage for stage, module in stages.walk()}
         chunks = find_chunks(stages.root, options.chunks, resident_below=options.resident_below)
-        self.chunks = [(name, module) for name, module in chunks if _may_stream(module, stages)]
+        wandering = _wandering([module for _, module in chunks], stages, stages.order)
+        streams = [id(module) not in wandering and _may_stream(module, stages) for _, module in chunks]
+        self.chunks = list(itertools.compress(chunks, streams))
         by_device: dict[Device, list[tuple[str, nn.Module]]] = {}
         for name, module in self.chunks:
             by_device.setdefault(devices[stage_of[id(module)]], []).append((name, module))
-        names = [name for name, _ in self.chunks]
         if not isinstance(options.pin, int):
-            choose_resident(options.pin, names)  # refuses names that no chunk has
+            names = [name for name, _ in chunks]  # also of chunks that stay because they cannot stream
+            options = replace(options, pin=[names[index] for index in choose_resident(options.pin, names)])
         self.streamers: list[Streamer] = []
         try:
             for device, named in by_device.items():
@@ -79,7 +82,8 @@ class StreamedStages:
             {id(module): stage for stage, module in stages.walk()}
             for stages in (self._stages, StageMap(self._stages.root, self._stages.entries, order))
         )
-        return any(id(m) in order.spread or now[id(m)] != then[id(m)] for _, m in self.chunks)
+        chunks = [module for _, module in self.chunks]
+        return bool(_wandering(chunks, self._stages, order)) or any(now[id(m)] != then[id(m)] for m in chunks)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is one of the chunks."""
@@ -116,9 +120,20 @@ class StreamedStages:
             streamer.finish_together()
 
 
+def _wandering(chunks: Sequence[nn.Module], stages: StageMap, order: RunningOrder) -> set[int]:
+    """`id`s of the chunks that one microbatch calls, whole or in part, in several stages, if `order` is right."""
+    found: set[int] = set()
+    for calls in order.calls:
+        stages_of = stages.stages_of(calls)
+        for chunk in chunks:
+            if len(set().union(*(stages_of.get(id(part), ()) for part in chunk.modules()))) > 1:
+                found.add(id(chunk))
+    return found
+
+
 def _may_stream(chunk: nn.Module, stages: StageMap) -> bool:
     inside = {id(module) for module in chunk.modules()}
-    if id(chunk) in stages.order.spread or any(id(e) in inside and e is not chunk for _, e in stages.entries):
+    if any(id(e) in inside and e is not chunk for _, e in stages.entries):
         return False
     elsewhere = (module for module in stages.root.modules() if id(module) not in inside)
     outside = {id(p) for module in elsewhere for p in module.parameters(recurse=False)}
