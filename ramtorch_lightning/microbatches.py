@@ -67,12 +67,12 @@ class MicrobatchedStrategy(HostStrategy):
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if first and not sees_old_gradients(trainer):
             drop_gradients(self.optimizers)
+        accumulate = not (first or watched)
         with logs.active():
             if skips_backward(trainer):
                 outputs = runner.evaluate(step, list(enumerate(inputs)), step=number)
                 result, taken = StepResult(outputs, {}), False
             else:
-                accumulate = not (first or watched)
                 try:
                     result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
                 except RuntimeError as error:
@@ -80,7 +80,7 @@ class MicrobatchedStrategy(HostStrategy):
                     raise
                 taken = self._takes_gradients()
         logs.replay()
-        return publishing(result, share, sizes, watched, taken=taken)
+        return publishing(result, share, sizes, watched, accumulated=accumulate, taken=taken)
 
     def _takes_gradients(self) -> bool:
         """Whether gradients of the last backward were taken for updates while it went on."""

@@ -68,10 +68,19 @@ class _Publish(torch.autograd.Function):
         return None, None, None
 
 
-def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: bool, *, taken: bool = False) -> Any:
+def publishing(
+    result: StepResult,
+    share: Share,
+    sizes: Sequence[int],
+    watched: bool,
+    *,
+    accumulated: bool = False,
+    taken: bool = False,
+) -> Any:
     """What `training_step` returns for the whole batch, with a loss that publishes the gradients in its backward.
 
     Args:
+        accumulated: the gradients contain those of the batches before, which `.grad` still has.
         taken: gradients were taken for updates already, so that there may be none to publish.
     """
     outputs = result.outputs
@@ -85,7 +94,7 @@ def publishing(result: StepResult, share: Share, sizes: Sequence[int], watched: 
         for parameter, gradient in result.gradients.items():
             if factor is not None:
                 gradient = gradient * factor.to(gradient.device, gradient.dtype)
-            if parameter.grad is None or parameter.grad is gradient:
+            if accumulated or parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad = parameter.grad + gradient

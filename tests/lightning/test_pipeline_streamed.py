@@ -21,10 +21,12 @@ def trained(strategy: Any, batch: int, **options: Any) -> Any:
     return model, trainer
 
 
-def assert_trains_the_same(streaming: dict[str, Any], schedule: str = "staggered_1b1f", **options: Any) -> None:
+def assert_trains_the_same(
+    streaming: dict[str, Any], schedule: str = "staggered_1b1f", batches: int = 1, **options: Any
+) -> None:
     strategy = pipeline(schedule, devices=["cpu", "cpu"], **(STREAMED | streaming))
-    found, _ = trained(strategy, 16, **options)
-    expected, _ = trained("auto", 4, accumulate_grad_batches=4, **options)
+    found, _ = trained(strategy, 16, accumulate_grad_batches=batches, **options)
+    expected, _ = trained("auto", 4, accumulate_grad_batches=4 * batches, **options)
     assert_same_weights(found, expected)
 
 
@@ -42,6 +44,13 @@ def test_precisions_train_the_same(precision: Any) -> None:
 @pytest.mark.parametrize("pin", [1, 2, ["layers.1"]])
 def test_pinned_chunks_train_the_same(pin: Any) -> None:
     assert_trains_the_same({"pin": pin})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulate", ["host", "gpu"])
+def test_accumulated_batches_train_the_same(accumulate: str, precision: Any) -> None:
+    """Sums on the GPU contain what the batches before have left, which was added to them once more."""
+    assert_trains_the_same({"accumulate": accumulate}, batches=2, precision=precision)
 
 
 def test_clipping_trains_the_same() -> None:
