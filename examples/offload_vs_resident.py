@@ -2,6 +2,7 @@
 
     python examples/offload_vs_resident.py               # tiny, also without a GPU
     python examples/offload_vs_resident.py --size 1b     # a GPU, under bf16 autocast
+    python examples/offload_vs_resident.py --compile     # each block compiled, in all three
 
 For each system: seconds, GPU memory at its peak, and the largest difference of any weight from the resident run. All
 three update their weights in RAM with the same AdamW, so the weights can be equal to the last bit. A resident run would
@@ -33,11 +34,17 @@ class Task:
     size: Size
     batches: list[tuple[Tensor, Tensor]]
     device: torch.device
+    compiled: bool = False
 
     def build(self) -> GPT:
         """The same weights every time, in RAM."""
         torch.manual_seed(0)
         return GPT(self.size)
+
+    def compile_blocks(self, model: GPT) -> None:
+        """One region per block, if they are to be compiled: equal blocks share their code."""
+        for block in model.blocks if self.compiled else ():
+            block.compile()
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ def train_resident(task: Task) -> Result:
     """Plain torch: the whole model on the device; gradients travel to the masters in RAM, and weights back."""
     masters = task.build()
     model = copy.deepcopy(masters).to(task.device)
+    task.compile_blocks(model)
     optimizer = host_optimizer(masters.parameters())
     pairs = list(zip(masters.parameters(), model.parameters(), strict=True))
 
@@ -78,6 +86,7 @@ def train_resident(task: Task) -> Result:
 def train_streamed(task: Task, window: int, keep_activations: bool | str) -> Result:
     """The same, with at most `window` of the model's chunks on the device at a time."""
     model = task.build()
+    task.compile_blocks(model)
     chunks = [model.embedding, *model.blocks, nn.Sequential(model.norm, model.head)]
     with OffloadModel(
         chunks,
@@ -167,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps, the untimed first one included")
     parser.add_argument("--batch", type=int, help="sequences per step; the default depends on the size")
     parser.add_argument("--window", type=int, default=2, help="slots: chunks that are on the GPU at a time")
+    parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--out", type=Path, default=Path("runs/offload_vs_resident.png"), help="the chart")
     options = parser.parse_args(arguments)
     if options.steps < 2:
@@ -182,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = (options.steps, options.batch or size.batch, size.context + 1)
     text = torch.randint(VOCABULARY, shape, generator=generator).to(device)
-    task = Task(size, [(sequence[:, :-1], sequence[:, 1:]) for sequence in text], device)
+    batches = [(sequence[:, :-1], sequence[:, 1:]) for sequence in text]
+    task = Task(size, batches, device, options.compile)
 
     systems: dict[str, Callable[[], Result]] = {
         "resident": lambda: train_resident(task),
