@@ -230,14 +230,17 @@ def clip(dropout: float) -> nn.Module:
     return pretrained("CLIPModel", "CLIPConfig", **towers, projection_dim=8)
 
 
-def lora(dropout: float) -> nn.Module:
+def adapted(net: nn.Module, dropout: float, parts: list[str] | str, **options: Any) -> nn.Module:
+    """With adapters on the modules of these names, over a frozen base."""
     import peft
 
-    config = peft.LoraConfig(
-        r=2, lora_alpha=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
-    )
-    model: nn.Module = peft.get_peft_model(llama(0.0), config)
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=parts, **options)
+    model: nn.Module = peft.get_peft_model(net, config)
     return model
+
+
+def lora(dropout: float) -> nn.Module:
+    return adapted(llama(0.0), dropout, ["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
 def timm_vit(dropout: float) -> nn.Module:

@@ -1,11 +1,12 @@
 """Models that people train, streamed and pipelined: the plain Trainer's results, bit for bit."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
 import pytest
 import torch
-from model_cases import CASES, ROWS, STEPS, Case
+from model_cases import CASES, ROWS, STEPS, Case, adapted
 from offload_cases import Watched, make_trainer
 from stream_cases import assert_same
 
@@ -116,6 +117,35 @@ def test_adapters_are_trained_over_a_base_that_keeps_its_bits_and_has_no_gradien
     assert {name for name, p in task.named_parameters() if not torch.equal(p, before[name])} == adapters
     assert gradients == adapters
     assert len(trainer.optimizers[0].state) == len(adapters)
+
+
+ADAPTED_PARTS = {
+    "qwen2": "all-linear",
+    "gpt2": ["c_attn", "c_fc"],  # transposed linear layers of its own
+    "bert": ["query", "value"],
+    "t5": ["q", "v", "wo"],
+    "mixtral": ["q_proj", "v_proj"],
+    "vit": "all-linear",
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED_PARTS)
+def test_adapters_on_other_models_train_as_without_streaming_and_as_with_accumulated_gradients(name: str) -> None:
+    base = CASES[name]
+    build = lambda dropout: adapted(base.build(0.0), dropout, ADAPTED_PARTS[name])
+    case = replace(base, build=build, packages=(*base.packages, "peft"))
+    strategy = Watched(chunks=None)
+    _, record = fit(case, strategy, dropout=DROPOUT, precision="bf16-mixed")
+    assert_same(record, fit(case, dropout=DROPOUT, precision="bf16-mixed")[1])
+    assert_trained(case, record)
+    blocks = max(base.chunks, key=lambda glob: base.chunks[glob])
+    pattern = glob_regex(f"net.base_model.model.{blocks}")
+    assert sum(pattern.fullmatch(chunk) is not None for chunk in strategy.streamed) == base.chunks[blocks]
+
+    pipeline = TwoStages()
+    _, record = fit(case, pipeline, dropout=0.0)
+    assert_same(record, fit(case, dropout=0.0, batch=ROWS // 2, accumulate_grad_batches=2)[1])
+    assert glob_regex(f"net.base_model.model.{base.stage}").fullmatch(pipeline.cut), pipeline.cut
 
 
 def test_weights_of_t5_whose_dtype_is_read_may_cross_in_half_precision_all_the_same() -> None:
