@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import batch, batches
+from pipeline_cases import Chain, batch, batches
 from pipeline_programs import Program, Sharing
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ramtorch_core.engine.pipeline import runner as runners
@@ -61,14 +61,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def assert_forward_works(model: Any, devices: list[str], items: list[Any], grad: bool, **options: Any) -> None:
+def assert_forward_works(
+    model: Any, devices: list[str], items: list[Any], grad: bool, strict: bool = True, **options: Any
+) -> None:
     runner = PipelineRunner(model, devices, **options)
     try:
         last = runner.root_device
         items = [tuple(tensor.to(last) for tensor in item) for item in items]  # as Lightning puts them
         with torch.set_grad_enabled(grad):
             plan = forward_only(runner.plan(len(items)))
-            result = runner._executor.run(model.training_step, items, plan)
+            result = runner._executor.run(model.training_step, items, plan, strict=strict)
         assert {output.device for output in result.outputs} == {last}
     finally:
         runner.close()
@@ -81,6 +83,18 @@ def assert_forward_works(model: Any, devices: list[str], items: list[Any], grad:
 def test_streamed_stages_with_shared_weights(schedule: str, checkpoint: bool, grad: bool, resident_below: int) -> None:
     stream = StreamOptions(checkpoint=checkpoint, chunks=["blocks.*", "head"], resident_below=resident_below)
     assert_forward_works(Sharing(), DEVICES[:2], batches(3), grad, schedule=schedule, stream=stream)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("cuts", [["blocks.0", "blocks.2"], ["blocks.1.up", "blocks.1"], ["blocks.2", "blocks.1.down"]])
+def test_stages_that_are_entered_out_of_turn(cuts: list[str], grad: bool) -> None:
+    class Backwards(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in reversed(self.blocks):
+                x = block(x)
+            return self.head(x)
+
+    assert_forward_works(Backwards(), DEVICES, batches(3), grad, strict=False, stages=cuts)
 
 
 @pytest.mark.parametrize("number", range(30))
