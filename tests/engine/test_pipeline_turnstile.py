@@ -20,15 +20,15 @@ class Actor:
         self.turnstile = turnstile
         self.inside: list[str] = []
         self.error: BaseException | None = None
-        self._told: list[tuple[str, Any]] = []
+        self._told: list[tuple[str, Any, dict[str, int]]] = []
         self._condition = threading.Condition()
         self._done = 0
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def tell(self, verb: str, op: str = "") -> None:
+    def tell(self, verb: str, op: str = "", **options: int) -> None:
         with self._condition:
-            self._told.append((verb, op))
+            self._told.append((verb, op, options))
             self._condition.notify_all()
 
     def until_idle(self) -> None:
@@ -40,7 +40,7 @@ class Actor:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._done < len(self._told))
-                verb, op = self._told[self._done]
+                verb, op, options = self._told[self._done]
             if verb == "end":
                 return
             try:
@@ -48,7 +48,7 @@ class Actor:
                     self.turnstile.rest()
                 else:
                     phase: Phase = op[1]  # type: ignore[assignment]
-                    getattr(self.turnstile, verb)(phase, int(op[0]), int(op[2]))
+                    getattr(self.turnstile, verb)(phase, int(op[0]), int(op[2]), **options)
                     self.inside += [op] if verb == "enter" else []
             except Aborted as error:
                 self.error = error
@@ -174,6 +174,24 @@ def test_an_op_without_baton_admits_the_next_of_its_lane_at_once(cast: Any) -> N
     first.tell("leave", "0W0")
     second.until_idle()
     assert second.inside == ["0F0"]
+
+
+@pytest.mark.parametrize("sticky", [True, False])
+def test_entering_after_an_op_ends_that_op(sticky: bool, cast: Any) -> None:
+    turnstile = Turnstile(Order(Schedule.parse(TWO_LANES)), sticky)
+    first, second = cast(turnstile, 2)
+    first.tell("enter", "0F0")
+    first.until_idle()
+    second.tell("enter", "0F1")
+    waits_for(turnstile, "F", 0, 1)
+    first.tell("enter", "1F0", after=0)
+    if sticky:  # it kept the baton
+        first.until_idle()
+        assert second.inside == []
+        first.tell("leave", "1F0")
+        first.tell("rest")
+    second.until_idle()
+    assert second.inside == ["0F1"]
 
 
 def test_giving_up_frees_those_who_wait_and_those_who_come_later_and_keeps_the_first_error(cast: Any) -> None:

@@ -30,11 +30,12 @@ class Arrival:
     def __init__(self, tensor: Tensor, local: Tensor) -> None:
         self.tensor = tensor  # held: its id must not go to another
         self.local = local
-        self.version = _version(tensor)
+        self.version = None if local.device == tensor.device else _version(tensor)
+        """Of a copy's original; an alias shares its memory."""
 
     def is_current(self, tensor: Tensor) -> bool:
-        """False for a copy whose original was modified since; an alias shares its memory."""
-        return self.local.device == tensor.device or self.version == _version(tensor)
+        """False for a copy whose original was modified since."""
+        return self.version is None or self.version == _version(tensor)
 
 
 class Microbatch:
@@ -49,7 +50,8 @@ class Microbatch:
         devices: per stage.
         homes: id of a parameter or buffer -> its stage.
         owned: per stage, ids of parameters and buffers that it uses as they are, unless an earlier stage used them.
-        known: ids of tensors that were complete before the step began, beside parameters and buffers.
+        known: ids of tensors that were complete before the step began, beside parameters and buffers; where devices
+            are several.
         ready: per device, an event after the work that was issued before the step.
         anchor: any tensor that requires grad.
         deferrable: ids of parameters whose gradients are ops of their own; None where backward is whole.

@@ -131,7 +131,7 @@ class Step:
 
     def _drive(self, m: int) -> None:
         data, self.inputs[m] = self.inputs[m], None
-        known = set(map(id, tensors_in(data)))
+        known = set(map(id, tensors_in(data))) if self._several_devices else set()
         microbatch = Microbatch(
             m,
             self.devices,
