@@ -185,7 +185,8 @@ class BackwardPasses:
         """The backwards until `end_together` are one step: their gradients add up on the device.
 
         Args:
-            backwards: that visit each group, after which its gradients may leave; None if that is not known.
+            backwards: that visit each group, after which its gradients may leave; None if that is not known. There may
+                be more, since a reentrant checkpoint has a backward of its own: their gradients follow one by one.
             spill: let them leave after each backward, and come back in pieces to be added to.
         """
         self._sums, self._awaited, self._spill = {}, backwards, spill
@@ -208,8 +209,8 @@ class BackwardPasses:
         total = sums.setdefault(group, _Sum())
         total.add(bucket, partial(self.gradients.recall, group))
         bucket.clear()
-        if total.backwards == self._awaited and group.index >= 0:
-            self._send(group, total.grads, whole=True)
+        if self._awaited is not None and total.backwards >= self._awaited and group.index >= 0:
+            self._send(group, total.grads, whole=True)  # also what comes unexpected: to the host, in its turn
 
     def settle(self) -> None:
         """Outside of any backward: wait for the end of one that has failed.

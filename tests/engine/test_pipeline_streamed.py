@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pipeline_cases import WIDTH, Chain, accumulate, batches, loss_of
 from pipeline_programs import Sharing
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ramtorch_core.engine.lend import is_lent
 from ramtorch_core.engine.pipeline import runner as runner_module
@@ -158,10 +159,34 @@ def test_chunks_that_run_twice_in_their_stage_or_in_another_order_train_the_same
     assert_exact(model, streamed(model, schedule, checkpoint=checkpoint, window=1))
 
 
+@pytest.mark.parametrize("accumulate", ["host", "gpu"])
 @pytest.mark.parametrize("resident_below", [0, 100])
-def test_chunks_that_some_microbatches_skip_train_the_same(streamed: Make, resident_below: int) -> None:
+def test_chunks_that_some_microbatches_skip_train_the_same(
+    streamed: Make, resident_below: int, accumulate: str
+) -> None:
     model = Dropped()
-    assert_exact(model, streamed(model, resident_below=resident_below))
+    assert_exact(model, streamed(model, resident_below=resident_below, accumulate=accumulate))
+
+
+class Reentrant(Chain):
+    """Each visit of a block has a backward of its own, so there are two for each microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for block in self.blocks:
+            for _ in range(2):
+                x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", ["host", "gpu"])
+def test_chunks_with_more_backwards_than_microbatches_train_the_same(
+    streamed: Make, accumulate: str, dtype: torch.dtype | None
+) -> None:
+    """Sums are formed in the order of plain accumulation, although they have left the device halfway."""
+    model = Reentrant()
+    assert_exact(model, streamed(model, accumulate=accumulate, checkpoint=False), microbatches=4, dtype=dtype)
 
 
 class Tied(Chain):
