@@ -83,6 +83,11 @@ class Bounce:
             act(buffer, *pieces)
             return self._device.record(stream)
 
+    def synchronize(self) -> None:
+        """Wait for what comes in and is worked on, which an error may have left without anything that leaves."""
+        for stream in (self._inward, self._between):
+            self._device.record(stream).synchronize()
+
     def release(self) -> None:
         """Let the buffers go."""
         self._buffers = []

@@ -153,6 +153,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget what has arrived but was not published, after an error in the step."""
+        self._bounce.synchronize()
         self.device.record(self.stream).synchronize()
         self._moving.clear()
         for book in self._books.values():

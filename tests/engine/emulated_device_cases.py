@@ -4,7 +4,6 @@ The first tests take events and waits away one by one, and see that the emulatio
 """
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import emulated_streams
 import pytest
 import torch
-from emulated_device import TWIN, Emulated, emulation, machine
+from emulated_device import Emulated, emulation, machine
 from emulated_streams import Stream
 from fuzz_cases import Case, draw
 from fuzz_training import Training, compare, data, slow_down
@@ -21,9 +20,7 @@ from torch import nn
 
 from ramtorch_core import OffloadAdamW
 from ramtorch_core.memory import bounce
-from ramtorch_core.memory.bounce import Bounce
 from ramtorch_core.memory.gradients import Gradients
-from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Window
 from ramtorch_core.optim import device_updates, offload_adamw, pieces, updater
 from ramtorch_core.optim.device_updates import DeviceUpdater
@@ -186,33 +183,6 @@ def test_sums_that_spill_and_come_back_have_no_race(
         found = accumulated(Training(case, "published", Emulated()), 3, **options)
         assert machine.races == []
     assert_same(found, accumulated(Training(case, "plain"), 3))
-
-
-@pytest.mark.parametrize("missing", ["", "begin 0", "begin 1", "_issue 0", "_issue 1", "_issue 2"])
-def test_every_wait_of_sums_that_is_missing_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is on the host, for the gradients, for a buffer, for what comes in, and for the sum."""
-    wait = Emulated.wait
-
-    def skip(self: Emulated, event: Any, stream: Any = None) -> None:
-        caller = sys._getframe(1)
-        buffers = caller.f_locals["self"]
-        if isinstance(buffers, Bounce):
-            streams = [buffers._inward, buffers._between, buffers._outward]
-            if missing == f"{caller.f_code.co_name} {streams.index(stream)}":
-                return
-        wait(self, event, stream)
-
-    monkeypatch.setattr(Emulated, "wait", skip)
-    with emulation(monkeypatch, 0):
-        device, weight = Emulated(), Weight("weight", nn.Parameter(torch.zeros(40)), ())
-        group, gradients = WeightGroup(0, "chunk", [weight]), Gradients(device)
-        group.build([torch.float32], device)
-        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 480 if missing == "begin 0" else 96)  # one piece, or several
-        for _ in range(3):
-            gradients.receive(group, [torch.ones(40, device=TWIN) * 1])
-        gradients.finish()
-        assert bool(machine.races) is (missing != "")
-    assert missing or torch.equal(weight.parameter.grad, torch.full((40,), 3.0))
 
 
 def test_half_precision_sums_that_spill_have_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
