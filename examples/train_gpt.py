@@ -149,9 +149,9 @@ def standard_library() -> bytes:
 def read_history(folder: Path) -> dict[str, dict[int, float]]:
     """Step to loss for both losses, over a run and those that it resumed: each replaces what came after its start."""
     history: dict[str, dict[int, float]] = {"training_loss": {}, "validation_loss": {}}
-    versions = sorted(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
-    for version in versions:
-        with (version / "metrics.csv").open(newline="") as file:
+    files = folder.glob("version_*/metrics.csv")  # a run that resumed one that was done has none
+    for path in sorted(files, key=lambda path: int(path.parent.name.removeprefix("version_"))):
+        with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         start = min(int(row["step"]) for row in rows)
         for name, points in history.items():
