@@ -166,6 +166,7 @@ class Lane:
         visit: int,
         *,
         add: bool = False,
+        back: bool = False,
         room: int | None = None,
         nbytes: float | None = None,
         since: int | None = None,
@@ -174,6 +175,7 @@ class Lane:
 
         Args:
             add: to what is there.
+            back: bring what is there back instead, and add to it on the GPU.
             room: the task that makes room for it; until then, the host issues nothing else.
             nbytes: that it takes on the GPU, by default what a backward leaves.
             since: the task since which it is there, by default `visit`.
@@ -181,7 +183,7 @@ class Lane:
         cost = self.chunks[chunk]
         seconds = (cost.accumulate or cost.gradient) if add else cost.gradient
         uses = traffic(cost.gradient_bytes * (1 + add), seconds, HOST_MEMORY, self.bus)
-        if add:
+        if add or back:
             uses |= traffic(cost.gradient_bytes, seconds, self.inward)
         needs = [visit, room, self.issued]
         task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)

@@ -238,7 +238,7 @@ class Steps:
         last = m == plan.microbatches - 1
         if last and plan.optimizer is Optimizer.GPU:
             if m and not stays:
-                visit = self.lane.send_gradient(chunk, visit)  # the sum so far comes in
+                visit = self.lane.send_gradient(chunk, visit, back=True)
             self._gradient_since[chunk] = since
             self._gpu_updates.append((chunk, visit, before))
         elif last or not stays:
@@ -280,7 +280,7 @@ class Steps:
         for chunk, visit, before in self._gpu_updates:
             cost = self.chunks[chunk]
             moved = cost.master_bytes + cost.state_bytes
-            came = traffic(moved, cost.state_in, HOST_MEMORY, self.lane.bus)
+            came = traffic(moved, cost.state_in, HOST_MEMORY, self.lane.bus, self.lane.inward)
             state = self.work.add(self.lane.h2d, f"s{chunk}", Kind.STATE, cost.state_in, [before], came)
             update = self.lane.step(Kind.UPDATE, cost.device_update, f"u{chunk}", [state, visit])
             went = traffic(moved + cost.weight_bytes, cost.state_out, HOST_MEMORY, self.lane.bus)

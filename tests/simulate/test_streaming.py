@@ -153,6 +153,28 @@ def test_weights_and_sums_share_the_way_in() -> None:
     assert max(copies[1]) == 2
 
 
+def test_optimizer_state_and_sums_share_the_way_in() -> None:
+    """From second 14 on: 6 bytes of state are still to come then, and take twice as long beside the sum."""
+    chunk = ChunkCost(
+        forward=1, backward=2, transfer=1, weight_bytes=1, gradient=10, gradient_bytes=10, state_in=10, state_bytes=10
+    )
+    plan = keep(microbatches=3, window=1, optimizer=Optimizer.GPU)
+    alone, shared = (simulate_streaming([chunk], plan, machine, steps=1) for machine in (None, Machine(h2d=1)))
+    assert spans(alone, "H2D")[-1] == ("s0", 10, 20)
+    assert spans(alone, "D2H") == [("g0", 4, 14), ("g0", 14, 24), ("g0", 24, 34)]
+    assert spans(shared, "H2D")[-1] == ("s0", 10, 26)
+    assert spans(shared, "D2H") == [("g0", 4, 14), ("g0", 14, 30), ("g0", 30, 40)]
+
+
+def test_a_sum_that_is_brought_back_shares_the_way_in() -> None:
+    """From second 7 on, when 5 bytes of state are still to come; its 4 bytes take twice as long beside them."""
+    chunk = ChunkCost(forward=1, backward=2, gradient=4, gradient_bytes=4, state_in=8, state_bytes=8)
+    plan = keep(microbatches=2, window=1, optimizer=Optimizer.GPU)
+    alone, shared = (simulate_streaming([chunk], plan, machine, steps=1) for machine in (None, Machine(h2d=1)))
+    assert [spans(alone, stream)[-1] for stream in ("H2D", "D2H")] == [("s0", 4, 12), ("g0", 7, 11)]
+    assert [spans(shared, stream)[-1] for stream in ("H2D", "D2H")] == [("s0", 4, 16), ("g0", 7, 15)]
+
+
 def test_chunk_order_brings_the_weights_once_per_step() -> None:
     chunks = [ChunkCost(forward=1, backward=2, transfer=1)] * 6
     by_microbatch = simulate_streaming(chunks, keep(microbatches=4))
