@@ -1,6 +1,7 @@
 """examples/finetune_safetensors.py: from a folder of safetensors, through streamed training, to such a folder."""
 
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import finetune_safetensors
+import lightning as L
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+
+from ramtorch_lightning import OffloadStrategy
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
@@ -79,3 +84,56 @@ def test_adapters_are_saved_alone_and_load_over_the_base(folder: Path) -> None:
     for name, weight in tuned.state_dict().items():
         if "lora_" not in name:
             assert torch.equal(weight, state[name.replace(".base_layer", "")]), name
+
+
+class OwnMemory(threading.Thread):
+    """The most memory that this process held at any time, in bytes, without pages of files."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self.over = 0, threading.Event()
+
+    @staticmethod
+    def now() -> int:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+    def look(self) -> None:
+        self.peak = max(self.peak, self.now())
+
+    def run(self) -> None:
+        while not self.over.wait(0.002):
+            self.look()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4], ids=["all parameters", "adapters"])
+def test_until_the_first_step_ram_holds_one_copy_of_the_model(folder: Path, lora: int) -> None:
+    """The files are mapped, and read to where the weights are trained."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=4096,
+    )  # fmt: skip
+    large = transformers.LlamaForCausalLM(config)
+    nbytes = sum(parameter.nbytes for parameter in large.parameters())
+    large.save_pretrained(folder / "large")
+    del large
+    finetune(folder, "--lora", str(lora))  # whatever has to be imported and compiled is, now
+
+    class Stopping(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> int:
+            memory.look()
+            memory.over.set()
+            return -1
+
+    memory = OwnMemory()
+    before = memory.now()
+    memory.start()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy=OffloadStrategy(), accelerator="cpu", callbacks=[Stopping()], max_epochs=1, **options)
+    try:
+        trainer.fit(finetune_safetensors.FineTune(folder / "large", lora), DataLoader([torch.zeros(8).long()]))
+    finally:
+        memory.over.set()
+        memory.join()
+    assert 0.5 * nbytes < memory.peak - before < 1.25 * nbytes
