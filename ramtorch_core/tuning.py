@@ -181,7 +181,7 @@ class Tuner:
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
         measuring, count = self._measuring, self._steps_per_update
-        self.measured = statistics.median(measuring.seconds) / count
+        self.measured = min(measuring.seconds) / count  # another may have had a validation, or an error, in it
         updates = measuring.update_seconds() / count
         spread = replace(calibration, update_factor=calibration.update_factor / count)  # as `_spread` does afterwards
         self.simulated = seconds_alone(spread, plan)
@@ -270,11 +270,15 @@ def tune_lazily(streamer: Streamer, wish: Wish) -> None:
         owner = reference()
         if owner is None:
             return
+        if owner.closed and isinstance(owner.tuning, Tuner):
+            owner.tuning.close()
+            handle.remove()
+            return
         mine = {id(parameter) for parameter in owner.root.parameters()}
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             return
         optimizers.add(optimizer)
-        if isinstance(owner.tuning, Tuner) and not owner.closed:
+        if isinstance(owner.tuning, Tuner):
             owner.tuning.between_steps(optimizers)
             if owner.tuning.done:
                 handle.remove()

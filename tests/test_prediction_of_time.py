@@ -11,7 +11,7 @@ from ramtorch_core import tuning
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.parts import Part, predicted_parts
 from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
-from ramtorch_core.tuning import Wish
+from ramtorch_core.tuning import TIMED, WARM_UP, Tuner, Wish
 
 CHUNK = 8 * WIDTH * 32
 """Bytes of the weights of a chunk with 32 hidden values, in float32."""
@@ -119,6 +119,23 @@ def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone
     assert tuner.choice is not None
     assert seconds == pytest.approx(tuner.choice.seconds, rel=0.02)
     assert tuner.measured > tuner.simulated + 2.9 * MS  # the time between steps at least
+
+
+@pytest.mark.parametrize("step", range(WARM_UP + 1, WARM_UP + TIMED + 1))
+def test_a_validation_between_two_steps_is_not_part_of_them(step: int) -> None:
+    plan, wish = StreamingPlan(optimizer=Optimizer.OVERLAPPED), Wish(window="auto", gpu_memory=1 << 40)
+
+    def tuned(validation: float) -> float:
+        with WORLDS["compute"].loop(plan) as loop:
+            tuner = Tuner(loop.streamer, wish, loop.device.rates, base=lambda: plan)
+            for index in range(1, WARM_UP + TIMED + 1):
+                loop.device.spend(validation * (index == step))
+                loop.step()
+                tuner.between_steps([loop.optimizer])
+            assert tuner.choice is not None
+            return tuner.measured
+
+    assert tuned(10.0) == pytest.approx(tuned(0.0))
 
 
 HOST = Times(1.2 * MS, 3.5 * MS, 2.4 * MS, 2.4 * MS)

@@ -154,6 +154,21 @@ def test_a_graph_that_is_alive_puts_the_choice_off() -> None:
     streamer.close()
 
 
+def test_an_engine_that_is_closed_before_the_choice_is_measured_no_more() -> None:
+    model = stack(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    streamer = attached(model, **AUTO)
+    for index in range(WARM_UP + 1):
+        descend(model, optimizer, index)
+    assert streamer.device.ranges._listeners
+    streamer.close()
+    descend(model, optimizer, 9)
+    assert not streamer.device.ranges._listeners
+    assert isinstance(streamer.tuning, tuning.Tuner)
+    assert streamer.tuning.done
+    assert streamer.tuning.choice is None
+
+
 def test_other_models_optimizers_are_no_steps() -> None:
     model, other = stack(2), nn.Linear(2, 2)
     streamer = attached(model, **AUTO)

@@ -168,10 +168,13 @@ class Measuring:
         usable = device.usable_bytes()
         if self._listener is None or peaks is None or usable is None or usable < max(astuple(peaks)) + ROOM:
             return
-        self._listener.waiting = deque()  # the host's time is not that of other steps any more
-        pacing = Pacing(device, least_issue(self._deliveries.ends))
+        try:
+            pacing = Pacing(device, least_issue(self._deliveries.ends))
+        except torch.OutOfMemoryError:  # though so much is free, in pieces
+            return
         self._pacing = device.ranges.listen()
         self._pacing.waiting = pacing
+        self._listener.waiting = deque()  # the host's time is not that of other steps any more
 
     def _begin_lending(self) -> None:
         """Instead of the streamer's method, which tells that a backward begins."""

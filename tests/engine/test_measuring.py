@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from virtual_world_cases import Times, World
 
 from ramtorch_core import attach
+from ramtorch_core.engine import timed_passes
 from ramtorch_core.engine.calibration import calibrate_chunks
 from ramtorch_core.engine.laps import read_visits
 from ramtorch_core.engine.measuring import AHEAD, PLAIN, ROOM, Measuring
@@ -173,6 +174,19 @@ def test_without_memory_for_what_puts_the_host_ahead_all_steps_run_as_always(mon
         found = measured(measuring, loop)
     assert len(measuring.seconds) == PLAIN + AHEAD
     assert found.chunks[-1].forward == pytest.approx(3 * MS)  # the device waits for the host inside of a visit
+
+
+def test_memory_in_pieces_too_small_for_what_puts_the_host_ahead_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with WORLD.loop(StreamingPlan(optimizer=Optimizer.OVERLAPPED)) as loop, monkeypatch.context() as patch:
+        patch.setattr(timed_passes, "_Ahead", refuse)
+        measuring = Measuring(loop.streamer, train=True)
+        found = measured(measuring, loop)
+        assert not loop.device.ranges._listeners
+    assert len(measuring.seconds) == PLAIN + AHEAD
+    assert found.issue.forward == pytest.approx(3 * MS)
 
 
 # ------------------------------------------------------------------ laps
