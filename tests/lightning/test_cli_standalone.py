@@ -50,3 +50,32 @@ def test_both_strategies_train_and_are_configured_without_lightning() -> None:
     code = WITHOUT_LIGHTNING + CHECK
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("works"), done.stderr
+
+
+BOTH = """
+import sys
+import {first}
+import ramtorch_lightning
+import lightning.pytorch, pytorch_lightning
+from ramtorch_lightning import OffloadStrategy
+
+for package in (lightning.pytorch, pytorch_lightning):
+    for strategy in ("offload", OffloadStrategy()):
+        try:
+            package.Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False)
+        except ValueError as error:
+            assert "You selected an invalid strategy name" in str(error)
+        else:
+            print(package.__name__)
+"""
+
+
+@pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed")
+@pytest.mark.parametrize(
+    ("first", "taken"),
+    [("sys", "lightning.pytorch"), ("lightning", "lightning.pytorch"), ("pytorch_lightning", "pytorch_lightning")],
+)
+def test_with_both_installed_it_is_lightning_unless_the_other_alone_was_imported(first: str, taken: str) -> None:
+    """As docs/faq.md says, with the message of the Trainer that is not the right one."""
+    done = subprocess.run([sys.executable, "-c", BOTH.format(first=first)], capture_output=True, text=True)
+    assert done.stdout.split() == [taken, taken], done.stderr
