@@ -181,7 +181,9 @@ class Tuner:
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
         measuring, count = self._measuring, self._steps_per_update
-        self.measured = min(measuring.seconds) / count  # another may have had a validation, or an error, in it
+        passes = [lap.passes for lap in measuring.laps]  # fewer in the last step of an epoch
+        whole = [each for each, found in zip(measuring.seconds, passes, strict=True) if found == max(passes)]
+        self.measured = min(whole) / count  # another one may have had a validation in it
         updates = measuring.update_seconds() / count
         spread = replace(calibration, update_factor=calibration.update_factor / count)  # as `_spread` does afterwards
         self.simulated = seconds_alone(spread, plan)

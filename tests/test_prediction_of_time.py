@@ -122,20 +122,22 @@ def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone
 
 
 @pytest.mark.parametrize("step", range(WARM_UP + 1, WARM_UP + TIMED + 1))
-def test_a_validation_between_two_steps_is_not_part_of_them(step: int) -> None:
-    plan, wish = StreamingPlan(optimizer=Optimizer.OVERLAPPED), Wish(window="auto", gpu_memory=1 << 40)
+def test_neither_a_validation_nor_a_short_step_at_the_end_of_an_epoch_counts_as_a_step(step: int) -> None:
+    plan, wish = StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=3), Wish(window="auto", gpu_memory=1 << 40)
 
-    def tuned(validation: float) -> float:
+    def tuned(*, validation: float = 0.0, microbatches: int = 3) -> float:
         with WORLDS["compute"].loop(plan) as loop:
             tuner = Tuner(loop.streamer, wish, loop.device.rates, base=lambda: plan)
             for index in range(1, WARM_UP + TIMED + 1):
                 loop.device.spend(validation * (index == step))
+                loop.plan = replace(plan, microbatches=microbatches if index == step else 3)
                 loop.step()
                 tuner.between_steps([loop.optimizer])
             assert tuner.choice is not None
             return tuner.measured
 
-    assert tuned(10.0) == pytest.approx(tuned(0.0))
+    assert tuned(validation=10.0) == pytest.approx(tuned())
+    assert tuned(microbatches=1) == pytest.approx(tuned())
 
 
 HOST = Times(1.2 * MS, 3.5 * MS, 2.4 * MS, 2.4 * MS)
