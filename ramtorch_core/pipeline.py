@@ -99,8 +99,9 @@ class Pipeline:
         window: slots on each device, with `chunk_modules`.
         pin: how many chunks of each device stay on it, with `chunk_modules`.
         activations: "checkpoint" recomputes those of a streamed chunk in backward, "keep" keeps them.
-        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes no memory of the device,
-            "gpu" 4 bytes for each trained float32 or half-precision parameter, and they cross the bus once per step.
+        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes 0.1 GB of each device, in
+            which the sums pass through; "gpu" 4 bytes for each trained float32 or half-precision parameter (8 for
+            float64), and they cross the bus once per step.
         autocast: "bf16", "fp16" or a dtype to compute in; None keeps the caller's own autocast. fp16 is for inference,
             unless a step is given a scaler.
 

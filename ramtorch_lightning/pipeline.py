@@ -75,8 +75,9 @@ class PipelineStrategy(MicrobatchedStrategy):
         pin: how many chunks of each device stay on it, or their names, with `window`.
         chunks: what streams together, with `window`; as for OffloadStrategy.
         activations: of streamed chunks: "checkpoint" recomputes them in backward, "keep" keeps them.
-        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes no GPU memory; "gpu" takes
-            4 bytes for each of their trained parameters, and the gradients cross the bus once per step.
+        accumulate: where gradients of streamed chunks add up over microbatches: "host" takes 0.1 GB of each
+            GPU, in which the sums pass through; "gpu" takes 4 bytes for each of their trained parameters, and the
+            gradients cross the bus once per step.
         resident_below: bytes; smaller tensors of streamed chunks keep a copy on the device.
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
