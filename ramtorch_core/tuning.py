@@ -269,21 +269,17 @@ def tune_lazily(streamer: Streamer, wish: Wish) -> None:
     reference = weakref.ref(streamer)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
+        """Stays when nothing is to come: torch is going through such hooks, and one that leaves breaks that off."""
         owner = reference()
-        if owner is None:
+        if owner is None or not isinstance(owner.tuning, Tuner) or owner.tuning.done:
             return
-        if owner.closed and isinstance(owner.tuning, Tuner):
+        if owner.closed:
             owner.tuning.close()
-            handle.remove()
             return
         mine = {id(parameter) for parameter in owner.root.parameters()}
-        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        optimizers.add(optimizer)
-        if isinstance(owner.tuning, Tuner):
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            optimizers.add(optimizer)
             owner.tuning.between_steps(optimizers)
-            if owner.tuning.done:
-                handle.remove()
 
     handle = register_optimizer_step_post_hook(after)
     weakref.finalize(streamer, handle.remove)

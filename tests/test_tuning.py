@@ -154,6 +154,20 @@ def test_a_graph_that_is_alive_puts_the_choice_off() -> None:
     streamer.close()
 
 
+def test_two_engines_may_choose_in_one_step() -> None:
+    """Each by a hook of its own, which torch calls one after the other."""
+    models = [stack(3), stack(3)]
+    optimizer = torch.optim.AdamW([parameter for model in models for parameter in model.parameters()])
+    streamers = [attached(model, **AUTO) for model in models]
+    for index in range(WARM_UP + TIMED + 1):
+        sum(model(data(index)).square().mean() for model in models).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for streamer in streamers:
+        assert streamer.tuning.choice is not None
+        streamer.close()
+
+
 def test_an_engine_that_is_closed_before_the_choice_is_measured_no_more() -> None:
     model = stack(3)
     optimizer = torch.optim.AdamW(model.parameters())
