@@ -50,6 +50,9 @@ def why_published(module: pl.LightningModule, trainer: pl.Trainer, optimizers: S
         return "gradients are scaled (precision='16-mixed')"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         return "gradients are clipped by value"
+    clip: object = torch.nn.utils.clip_grad_norm_
+    if trainer.gradient_clip_val and getattr(clip, "__module__", None) != "torch.nn.utils.clip_grad":
+        return "torch.nn.utils.clip_grad_norm_ was replaced, and what stands there is given gradients"
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             return f"'{name or type(part).__name__}' has backward hooks, which may look at weights"

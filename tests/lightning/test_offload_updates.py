@@ -20,6 +20,7 @@ from offload_updates_cases import (
     with_optimizer,
 )
 from stream_cases import assert_same
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from ramtorch_core.optim.compiled import adam_kernel
@@ -152,6 +153,26 @@ def test_each_reason_to_publish_gradients_is_logged_once_and_trains_the_same(
     assert found.strategy.updated == 0
     (message,) = logged(caplog)
     assert PUBLISHED + reason in message
+
+
+def test_a_function_that_stands_where_torch_clips_is_given_gradients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[int] = []
+
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = list(parameters)
+        given.append(sum(p.grad is not None for p in listed))
+        return clip_grad_norm_(listed, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    with caplog.at_level("INFO"):
+        found = fit(Classifier, Counting(), gradient_clip_val=0.1)
+    assert found.strategy.updated == 0
+    assert given
+    assert given == [len(list(Classifier().parameters()))] * len(given)
+    (message,) = logged(caplog)
+    assert PUBLISHED + "torch.nn.utils.clip_grad_norm_ was replaced" in message
 
 
 OVERLAPS: dict[str, tuple[str, Any, dict[str, Any]]] = {
