@@ -27,7 +27,6 @@ class StreamingResult:
     Attributes:
         seconds: per step.
         compute: part in which the GPU computes.
-        stall: seconds in which it waits for copies or updates.
         h2d, d2h, host: part that the work of the copy streams and of the host's optimizer fills, at full speed.
         shared: capacity -> part of it that is used.
         peak_chunks: the most chunks on the GPU at once.
@@ -38,7 +37,6 @@ class StreamingResult:
 
     seconds: float
     compute: float
-    stall: float
     h2d: float
     d2h: float
     host: float
@@ -48,6 +46,11 @@ class StreamingResult:
     peak_bytes: float
     transfers: int
     timeline: Timeline
+
+    @property
+    def stall(self) -> float:
+        """Seconds in which the GPU waits for copies or updates."""
+        return self.timeline.waited(Cause.STALL)
 
 
 def simulate_streaming(
@@ -87,7 +90,6 @@ def simulate_streaming(
     return StreamingResult(
         seconds=line.seconds,
         compute=line.busy(lane.compute, kinds=COMPUTE | {Kind.UPDATE}),
-        stall=line.waited(Cause.STALL),
         h2d=line.busy(lane.h2d, kinds=COPIES_IN),
         d2h=line.busy(lane.d2h, kinds=COPIES_OUT),
         host=line.busy(HOST),

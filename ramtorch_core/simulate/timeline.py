@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ramtorch_core.simulate.clock import COMPUTE, Kind, Times, Work
@@ -51,7 +52,7 @@ class Holding:
     until: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """Spans and gaps, cut to the window from `start` to `end` in seconds, in the order of their resources.
 
@@ -65,9 +66,16 @@ class Timeline:
     end: float
     resources: tuple[str, ...]
     spans: tuple[Span, ...]
-    gaps: tuple[Gap, ...]
     peaks: dict[str, float]
     capacities: dict[str, float]
+    explain: Callable[[], Iterable[Gap]] = field(repr=False, compare=False)
+    """The gaps of the whole run. Of many runs that are compared, few are asked."""
+
+    @functools.cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """Where compute streams wait."""
+        cut = (replace(g, start=max(g.start, self.start), end=min(g.end, self.end)) for g in self.explain())
+        return tuple(gap for gap in cut if gap.end > gap.start)
 
     @property
     def seconds(self) -> float:
@@ -126,13 +134,12 @@ def timeline(
         if task.resource and times.end[n] > max(start, times.start[n]) and times.start[n] < end
     )
     streams = dict.fromkeys(task.resource for task in work.tasks if task.kind in COMPUTE)
-    gaps = [gap for stream in streams for gap in _gaps(work, times, stream, max(last, end))]
-    cut = tuple(
-        Gap(gap.resource, gap.cause, gap.reason, max(gap.start, start), min(gap.end, end))
-        for gap in gaps
-        if min(gap.end, end) > max(gap.start, start)
-    )
-    return Timeline(start, end, resources, spans, cut, _peaks(times, holdings), work.capacities)
+
+    def explain() -> Iterable[Gap]:
+        for stream in streams:
+            yield from _gaps(work, times, stream, max(last, end))
+
+    return Timeline(start, end, resources, spans, _peaks(times, holdings), work.capacities, explain)
 
 
 def _gaps(work: Work, times: Times, stream: str, last: float) -> Iterable[Gap]:
