@@ -112,9 +112,8 @@ class Microbatch:
         self.stage = stage
         self.low = _sequence_number()
         self._began.append(self.low)
-        early = self.loans.early
-        self.early.append(early)
-        self.own = self._owned[stage] - early if early else self._owned[stage]
+        self.early.append(self.loans.early)
+        self.own = self._owned_by(stage)
 
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
@@ -130,7 +129,12 @@ class Microbatch:
         self.in_backward = True
         self.stage = stage
         self.low = self._began[stage]
-        self.own = self._owned[stage] - self.early[stage]
+        self.own = self._owned_by(stage)
+
+    def _owned_by(self, stage: int) -> frozenset[int]:
+        """Runs for every op: there is seldom anything to leave out."""
+        early = self.early[stage]
+        return self._owned[stage] - early if early else self._owned[stage]
 
     def prefetch(self, tensors: Iterable[Tensor], stage: int) -> None:
         """Start copying what `stage` is about to be called with; the current stage has just ended."""
