@@ -9,7 +9,8 @@ A message gives both numbers (asked for, and possible), the name of the module, 
 import math
 import numbers
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 
 __all__ = [
     "ConfigurationError",
@@ -23,6 +24,7 @@ __all__ = [
     "check_function",
     "check_number",
     "shown",
+    "suggest",
 ]
 
 
@@ -110,3 +112,10 @@ def shown(value: object) -> str:
     """A value for a message, which a large one shall not fill."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def suggest(wanted: str, names: Iterable[str]) -> str:
+    """The remedy for an unknown name: what ends with it or resembles it, else the first of what there is."""
+    names = list(dict.fromkeys(name for name in names if name))
+    close = [name for name in names if name.endswith(f".{wanted}")] or get_close_matches(wanted, names, cutoff=0.5)
+    return f"{'did you mean' if close else 'there are'} {', '.join(map(repr, close[:3] or names[:6])) or 'none'}"

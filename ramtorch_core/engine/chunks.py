@@ -14,14 +14,13 @@ modules never are.
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 
 from ramtorch_core.engine.automatic_chunks import automatic_chunks
 from ramtorch_core.engine.module_tree import ModuleTree, glob_regex, is_glob, is_never_called, owns_parameters, unwrap
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, suggest
 from ramtorch_core.plan.partition import spread
 
 __all__ = ["ChunkSpec", "choose_resident", "find_chunks", "named_chunks"]
@@ -134,15 +133,8 @@ def named_chunks(entry: str, names: Sequence[str], option: str) -> list[int]:
     regex = glob_regex(entry)
     found = [i for i, name in enumerate(names) if name == entry or (is_glob(entry) and regex.fullmatch(name))]
     if not found:
-        raise ConfigurationError(f"{option}: no chunk is named {entry!r}; {_suggest(entry, names)}")
+        raise ConfigurationError(f"{option}: no chunk is named {entry!r}; {suggest(entry, names)}")
     return found
-
-
-def _suggest(wanted: str, names: Iterable[str]) -> str:
-    """The remedy for an unknown name: close matches, else the first of what there is."""
-    names = list(dict.fromkeys(names))
-    close = get_close_matches(wanted, names, n=3, cutoff=0.5)
-    return f"{'did you mean' if close else 'there are'} {', '.join(map(repr, close or names[:6])) or 'none'}"
 
 
 def _named_chunks(tree: ModuleTree, entries: Sequence[object]) -> set[nn.Module]:
@@ -197,7 +189,7 @@ def _find_one(tree: ModuleTree, entry: str | nn.Module) -> tuple[str, nn.Module]
     if module is tree.root or module is unwrap(tree.root):
         raise ConfigurationError("chunks: the model itself cannot be a chunk; name modules inside it")
     if module is None:
-        hint = _suggest(str(entry), [*tree.by_name, "leaves"])
+        hint = suggest(str(entry), [*tree.by_name, "leaves"])
         raise ConfigurationError(f"chunks: no module is named {shown}; {hint}")
     if module not in tree.modules:
         raise ConfigurationError(f"chunks: {shown} is no module of this model; pass one of its own modules")
@@ -212,11 +204,11 @@ def _find_one(tree: ModuleTree, entry: str | nn.Module) -> tuple[str, nn.Module]
 def _find_matches(tree: ModuleTree, entry: object) -> tuple[str, list[nn.Module]]:
     """The modules with parameters that a glob, type or callable matches, and how to show it."""
     if isinstance(entry, str):
-        shown, hint = repr(entry), _suggest(entry, tree.by_name)
+        shown, hint = repr(entry), suggest(entry, tree.by_name)
         matches = tree.matching(entry)
     elif isinstance(entry, type):
         shown = f"type {entry.__name__}"
-        hint = _suggest(entry.__name__, (type(unwrap(module)).__name__ for module in tree.modules))
+        hint = suggest(entry.__name__, (type(unwrap(module)).__name__ for module in tree.modules))
         matches = [m for m in tree.modules if isinstance(m, entry) or isinstance(unwrap(m), entry)]
     else:
         assert callable(entry)

@@ -94,8 +94,11 @@ def test_placing_keeps_every_parameter_the_same_object_and_moves_gradients_and_b
     ("cuts", "stages", "message"),
     [
         (["blocks.1"], 3, "1 cuts make 2 stages, but 3 are needed"),
-        (["blocks.9"], 2, "cut 'blocks.9' is no module of Chain"),
-        (["up"], 2, "did you mean blocks.0.up"),
+        (["blocks.9"], 2, "cut 'blocks.9' is no module of Chain; did you mean 'blocks.[0-3]'"),
+        (["block.2"], 2, "did you mean 'blocks.2'"),
+        (["2"], 2, "did you mean 'blocks.2'$"),
+        (["1.down"], 2, "did you mean 'blocks.1.down'$"),
+        (["transformer"], 2, "there are 'blocks', 'blocks.0', 'blocks.0.norm'"),
         ([""], 2, "the whole module cannot be a cut"),
         (["blocks"], 2, "'blocks' is a ModuleList, which is never called: name .*blocks.0"),
         (["blocks.1", "blocks.1"], 3, "'blocks.1' is named twice"),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ramtorch_core.engine.module_tree import is_never_called
 from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, suggest
 
 __all__ = ["StageMap", "StageRow", "format_stage_rows", "place", "resolve_entries"]
 
@@ -178,9 +178,8 @@ def resolve_entries(
     for item in chosen:
         if isinstance(item, str):
             if item not in by_name:
-                near = [name for name in by_name if name and name.split(".")[-1] == item.split(".")[-1]][:4]
-                hint = f"; did you mean {', '.join(near)}?" if near else f" of {type(root).__name__}"
-                raise ConfigurationError(f"cut '{item}' is no module{hint}")
+                hint = suggest(item, by_name)
+                raise ConfigurationError(f"cut '{item}' is no module of {type(root).__name__}; {hint}")
             entries.append((item, by_name[item]))
         elif id(item) in names:
             entries.append((names[id(item)], item))
