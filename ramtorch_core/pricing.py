@@ -50,6 +50,7 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *
         issue_loss=issue.loss if train else 0.0,
         between=calibration.between,
         awaited=calibration.awaited,
+        bounce_bytes=BOUNCE_BYTES,
     )
     if peaks is None:
         return found
@@ -60,8 +61,7 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *
     held, first, others = _held(chunks, plan)
     return replace(
         found,
-        base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces),
-        bounce_bytes=BOUNCE_BYTES,
+        base_bytes=max(0.0, base - BOUNCE_BYTES * plan.bounces(chunks, others=calibration.awaited)),
         forward_bytes=max(0.0, peaks.forward - base - slots - held),
         loss_bytes=max(0.0, peaks.loss - base - slots - held),
         turn_bytes=max(0.0, (peaks.turn or peaks.loss) - base - slots - held),

@@ -8,7 +8,7 @@ import torch
 from stream_cases import data, stack
 from torch import nn
 
-from ramtorch_core import ConfigurationError
+from ramtorch_core import ConfigurationError, pricing
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.timed_passes import Issue
 from ramtorch_core.plan.schedule import build
@@ -126,6 +126,15 @@ def test_what_was_measured_beyond_the_plan_is_added_in_its_phase() -> None:
     untold = step_cost(replace(CALIBRATION, peaks=replace(peaks, turn=0)))
     assert untold.turn_bytes == untold.loss_bytes == 500
     assert step_cost(replace(CALIBRATION, peaks=Peaks(0))).base_bytes == 0
+
+
+def test_buffers_are_charged_whether_or_not_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pricing, "BOUNCE_BYTES", 7)
+    for known in (CALIBRATION, replace(CALIBRATION, peaks=Peaks(2 * 20 + 3))):
+        assert step_cost(known).bounce_bytes == 7
+        published = predict(known, StreamingPlan(optimizer=Optimizer.PUBLISHED)).peak_bytes
+        overlapped = predict(known, StreamingPlan(optimizer=Optimizer.OVERLAPPED)).peak_bytes
+        assert published - overlapped == 7  # gradients are cast
 
 
 def test_a_recommendation_fits_the_devices_memory() -> None:

@@ -53,6 +53,16 @@ def test_no_plan_takes_more_than_predicted_nor_much_less(name: str) -> None:
             assert real <= predict(calibration, plan, Machine()).peak_bytes <= 1.12 * real, plan
 
 
+@pytest.mark.parametrize(("name", "more"), [("even-4-full", 1.02), ("even-4-half", 1.12)])
+def test_published_gradients_pass_through_a_buffer_only_where_they_are_cast_or_added(name: str, more: float) -> None:
+    world = WORLDS[name]
+    calibration = world.calibrate()
+    for pin, microbatches in itertools.product((0, 2, len(world.chunks)), (1, 2)):
+        plan = StreamingPlan(pin=pin, microbatches=microbatches, optimizer=Optimizer.PUBLISHED)
+        real = world.train(plan)[1]
+        assert real - SAMPLES <= predict(calibration, plan, Machine()).peak_bytes <= more * real, plan
+
+
 def test_microbatches_side_by_side_keep_the_activations_and_sums_that_were_predicted() -> None:
     world = WORLDS["even-512-full"]
     calibration = world.calibrate()

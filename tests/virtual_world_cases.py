@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from virtual_device import VirtualDevice, running_on
 
 from ramtorch_core.engine.calibration import Calibration, calibrate_chunks
@@ -175,7 +176,7 @@ class World:
             streamer.conservative = False
             streamer.updates.run_on = plan.optimizer is Optimizer.OVERLAPPED
             loop = Loop(self, streamer, plan, x)
-            loop.place(resident)
+            loop.place(resident, moved=plan.optimizer is Optimizer.PUBLISHED)
             try:
                 yield loop
             finally:
@@ -194,7 +195,7 @@ class Loop:
         self.seconds, self.peak, self.plain = 0.0, 0, False
 
     def place(self, resident: frozenset[int], *, moved: bool = False) -> None:
-        """These chunks are resident now, whose states the updater made if they have `moved`, and nobody has counted."""
+        """These chunks are resident now, and nobody has counted their states if they have `moved`."""
         sizes = [2 * WIDTH * hidden for hidden, _ in self.world.chunks]
         seconds = [self.world.slower * self.world.rates.host_update * size for size in sizes]
         self.device.ranges.updates = dict(enumerate(each for i, each in enumerate(seconds) if i not in resident))
@@ -226,8 +227,10 @@ class Loop:
                 with streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
                     loss.backward()
                 streamer.end_lending()
-        self.optimizer.step()
-        if plan.optimizer is Optimizer.PUBLISHED:
+        published = plan.optimizer is Optimizer.PUBLISHED
+        with _disable_current_modes() if published else contextlib.nullcontext():  # memory of the host is not counted
+            self.optimizer.step()
+        if published:
             self.device.spend(sum(self.device.ranges.updates.values()))
         self.device.spend(self.world.between)
         self.seconds, self.peak = self.device.now - begun, self.device.peak_bytes()

@@ -76,10 +76,20 @@ class StreamingPlan:
     recast: bool = False
 
     @property
-    def bounces(self) -> bool:
-        """Whether gradients go through a buffer on the GPU, to be added to what is on the host, or to be cast."""
-        adds = self.microbatches > 1 and self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST
-        return self.train and (adds or self.optimizer is Optimizer.PUBLISHED)
+    def adds(self) -> bool:
+        """Whether gradients are added to what is on the host."""
+        on_host = self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST
+        return self.train and self.microbatches > 1 and on_host
+
+    def bounces(self, streamed: Sequence[ChunkCost], *, others: bool) -> bool:
+        """Whether gradients go through a buffer on the GPU, to be added to what is on the host, or to be cast.
+
+        Args:
+            streamed: the chunks that are not resident.
+            others: tensors in no chunk get gradients too.
+        """
+        casts = self.microbatches == 1 and any(chunk.left_bytes < chunk.gradient_bytes for chunk in streamed)
+        return self.train and (casts or (self.adds and bool(others or streamed)))
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -123,7 +133,9 @@ class Steps:
     def stays_bytes(self) -> float:
         """Bytes on the GPU at any time besides slots and weights: of the step, and optimizer state."""
         updated = self.plan.train and self.plan.optimizer is not Optimizer.NONE
-        beside = self._beside.base_bytes + self._beside.bounce_bytes * self.plan.bounces
+        streamed = [chunk for i, chunk in enumerate(self.chunks) if i not in self.lane.resident]
+        bounces = self.plan.bounces(streamed, others=self._beside.awaited)
+        beside = self._beside.base_bytes + self._beside.bounce_bytes * bounces
         return beside + sum(self.chunks[i].state_bytes * updated for i in self.lane.resident)
 
     def end(self) -> None:

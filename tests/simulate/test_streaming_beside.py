@@ -118,6 +118,27 @@ def test_memory_counts_in_the_phase_that_needs_it() -> None:
     assert peak(chunks, replace(plan, microbatches=2), StepCost(bounce_bytes=7)) == base + 7
 
 
+def test_gradients_that_are_cast_or_added_on_their_way_to_the_host_pass_through_a_buffer() -> None:
+    alike = [replace(SIZES, kept_bytes=0)] * 2
+    cast = [alike[0], replace(SIZES, kept_bytes=0, produced_bytes=5)]
+    beside = StepCost(bounce_bytes=7)
+
+    def buffer(chunks: list[ChunkCost], plan: StreamingPlan, **others: bool) -> float:
+        return peak(chunks, plan, replace(beside, **others)) - peak(chunks, plan)
+
+    for optimizer in (Optimizer.NONE, Optimizer.PUBLISHED):
+        plan = replace(KEEP, optimizer=optimizer)
+        assert buffer(alike, plan) == 0
+        assert buffer(cast, plan) == 7
+        assert buffer(cast, replace(plan, pin=(1,))) == 0  # what is resident does not leave
+        assert buffer(cast, replace(plan, train=False)) == 0
+    several = replace(KEEP, microbatches=2)
+    assert buffer(alike, several) == 7
+    assert buffer(cast, replace(several, accumulate=Accumulate.GPU)) == 0  # sums are in the master's dtype
+    assert buffer(alike, replace(several, pin=2)) == 7  # of tensors in no chunk
+    assert buffer(alike, replace(several, pin=2), awaited=False) == 0
+
+
 def test_gradients_keep_their_place_until_two_more_have_left() -> None:
     chunks = [replace(SIZES, kept_bytes=0)] * 5
     assert peak(chunks, replace(KEEP, window=1)) == 1 + 3 * 10  # though copies take no time
