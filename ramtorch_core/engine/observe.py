@@ -167,9 +167,9 @@ class Observer(TorchFunctionMode):
         if func in _TELL_DTYPE:
             return func(self._whose_dtype(args[0]))
         if self._lent or self.device.type != "cpu":
-            uses_device = self.device.type != "cpu" and _any_on(self.device.type, (args, kwargs))
-            args = tuple(self._replace(func, value, uses_device) for value in args)
-            kwargs = {key: self._replace(func, value, uses_device) for key, value in kwargs.items()}
+            met = None if self.device.type == "cpu" else _device_of(self.device.type, (args, kwargs))
+            args = tuple(self._replace(func, value, met) for value in args)
+            kwargs = {key: self._replace(func, value, met) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _whose_dtype(self, tensor: Tensor) -> Tensor:
@@ -188,9 +188,10 @@ class Observer(TorchFunctionMode):
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.compute
         return casts and (count == 1 or torch.is_autocast_cache_enabled())
 
-    def _replace(self, func: Any, value: Any, uses_device: bool) -> Any:
+    def _replace(self, func: Any, value: Any, met: torch.device | None) -> Any:
+        """What `func` shall get for `value`, if its other tensors are on the device `met`."""
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            replaced = [self._replace(func, item, uses_device) for item in value]
+            replaced = [self._replace(func, item, met) for item in value]
             return replaced if isinstance(value, list) else tuple(replaced)
         if not isinstance(value, Tensor):
             return value
@@ -204,19 +205,19 @@ class Observer(TorchFunctionMode):
             if func is Tensor.data_ptr:
                 use.exact = exact
             return exact
-        if uses_device and id(value) in self.masters:
+        if met is not None and id(value) in self.masters:
             weight = self.masters[id(value)]
             self.stray.setdefault(weight, getattr(func, "__name__", str(func)))
-            return value.to(self.device)
+            return value.to(met)
         return value
 
 
-def _any_on(kind: str, value: Any) -> bool:
+def _device_of(kind: str, value: Any) -> torch.device | None:
+    """Where the first tensor in `value` on a device of that kind is; in a pipeline that need not be the chunk's own."""
     if isinstance(value, Tensor):
-        return value.device.type == kind and value.dim() > 0
-    if isinstance(value, dict):
-        return any(_any_on(kind, item) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(_any_on(kind, item) for item in value)
+        return value.device if value.device.type == kind and value.dim() > 0 else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _device_of(kind, item)) is not None), None)
 
 
 def _caller() -> str:

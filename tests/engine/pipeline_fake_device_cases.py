@@ -4,11 +4,13 @@ Fake tensors are not made for several threads, so no two ops run at the same tim
 without kernels, so there is no backward. `test_pipeline_devices.py` has it, on two devices that are real, in a way.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_cases import Chain, batch, batches
 from pipeline_programs import Program, Sharing
 from torch import Tensor, nn
@@ -62,16 +64,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def assert_forward_works(
-    model: Any, devices: list[str], items: list[Any], grad: bool, strict: bool = True, **options: Any
+    model: Any, devices: list[str], items: list[Any], grad: bool, strict: bool = True, steps: int = 1, **options: Any
 ) -> None:
     runner = PipelineRunner(model, devices, **options)
     try:
         last = runner.root_device
         items = [tuple(tensor.to(last) for tensor in item) for item in items]  # as Lightning puts them
-        with torch.set_grad_enabled(grad):
-            plan = forward_only(runner.plan(len(items)))
-            result = runner._executor.run(model.training_step, items, plan, strict=strict)
-        assert {output.device for output in result.outputs} == {last}
+        plan = forward_only(runner.plan(len(items)))
+        for _ in range(steps):
+            streaming = contextlib.nullcontext() if runner.streamed is None else runner.streamed.scopes()
+            with torch.set_grad_enabled(grad), streaming:
+                result = runner._executor.run(model.training_step, items, plan, strict=strict)
+            assert {output.device for output in result.outputs} == {last}
     finally:
         runner.close()
 
@@ -83,6 +87,38 @@ def assert_forward_works(
 def test_streamed_stages_with_shared_weights(schedule: str, checkpoint: bool, grad: bool, resident_below: int) -> None:
     stream = StreamOptions(checkpoint=checkpoint, chunks=["blocks.*", "head"], resident_below=resident_below)
     assert_forward_works(Sharing(), DEVICES[:2], batches(3), grad, schedule=schedule, stream=stream)
+
+
+class Around(Chain):
+    """Uses weights of its first and last block outside of their forwards, by a call or not, `before` or after all."""
+
+    def __init__(self, before: bool, called: bool) -> None:
+        super().__init__()
+        self.before, self.called = before, called
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.use(x) if self.before else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if self.before else self.use(x))
+
+    def use(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[3]):
+            up, down = block.up, block.down
+            x = x + (down(up(x)) if self.called else F.linear(F.linear(x, up.weight), down.weight))
+        return x
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("resident_below", [0, 1 << 20])
+def test_weights_of_streamed_chunks_that_are_used_outside_of_them(
+    before: bool, called: bool, grad: bool, resident_below: int
+) -> None:
+    """Also in the stage of another device, at first and after they were seen there."""
+    stream = StreamOptions(chunks=["blocks.*", "head"], resident_below=resident_below)
+    assert_forward_works(Around(before, called), DEVICES[:2], batches(3), grad, steps=3, stream=stream)
 
 
 @pytest.mark.parametrize("grad", [True, False])
