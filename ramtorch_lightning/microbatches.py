@@ -71,16 +71,16 @@ class MicrobatchedStrategy(HostStrategy):
         with logs.active():
             if skips_backward(trainer):
                 outputs = runner.evaluate(step, list(enumerate(inputs)), step=number)
-                result, taken = StepResult(outputs, {}), False
+                result, gone = StepResult(outputs, {}), False
             else:
                 try:
                     result = runner.train(step, list(enumerate(inputs)), share.root, accumulate=accumulate, step=number)
                 except RuntimeError as error:
                     _explain(error)
                     raise
-                taken = self._takes_gradients()
+                gone = accumulate or self._takes_gradients()
         logs.replay()
-        return publishing(result, share, sizes, watched, accumulated=accumulate, taken=taken)
+        return publishing(result, share, sizes, watched, gone=gone)
 
     def _takes_gradients(self) -> bool:
         """Whether gradients of the last backward were taken for updates while it went on."""

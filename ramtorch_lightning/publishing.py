@@ -74,14 +74,12 @@ def publishing(
     sizes: Sequence[int],
     watched: bool,
     *,
-    accumulated: bool = False,
-    taken: bool = False,
+    gone: bool = False,
 ) -> Any:
     """What `training_step` returns for the whole batch, with a loss that publishes the gradients in its backward.
 
     Args:
-        accumulated: the gradients contain those of the batches before, which `.grad` still has.
-        taken: gradients were taken for updates already, so that there may be none to publish.
+        gone: gradients were added to `.grad` or taken for updates already, so that there may be none to publish.
     """
     outputs = result.outputs
     present = [m for m, output in enumerate(outputs) if loss_of(output) is not None]
@@ -94,12 +92,9 @@ def publishing(
         for parameter, gradient in result.gradients.items():
             if factor is not None:
                 gradient = gradient * factor.to(gradient.device, gradient.dtype)
-            if accumulated or parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad = parameter.grad + gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    if result.gradients or taken:
+    if result.gradients or gone:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         loss = _Publish.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     if not isinstance(outputs[present[0]], Mapping):

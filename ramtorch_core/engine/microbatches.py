@@ -58,16 +58,13 @@ class MicrobatchRunner:
         step: int = 0,
     ) -> StepResult:
         """Forward and backward of all microbatches; see `Executor.run`. `.grad` of what is updated already is None."""
+        updates = self._streamer.updates
         try:
             result = self._train(function, inputs, root, accumulate, step)
+            for parameter in updates.taken() if updates.overlapping else ():
+                parameter.grad = None
         finally:
             self._end_updates()
-        taken = self._streamer.updates.taken()
-        for parameter in self._streamer.root.parameters():
-            total = result.gradients.get(parameter)
-            contained = accumulate and total is not None and total is not parameter.grad
-            if parameter.grad is not None and (contained or parameter in taken):
-                parameter.grad = None  # what earlier batches left, to which this step's was added
         return result
 
     def _train(

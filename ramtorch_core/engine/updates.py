@@ -280,6 +280,11 @@ class Updates:
         """Whether the group's update is not finished."""
         return self.updater.is_pending(group) or self.on_device.is_pending(group)
 
+    @property
+    def overlapping(self) -> bool:
+        """Whether gradients are taken now, that is, between `begin` and `end`."""
+        return self._recipes is not None
+
     def took(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's update in the last step was made here."""
         return parameter.grad is None and any(parameter in parameters for parameters in self._handed.values())

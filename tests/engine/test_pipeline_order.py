@@ -121,10 +121,8 @@ def test_gradients_that_continue_an_earlier_step_survive_the_new_cut() -> None:
     try:
         for step in range(2):
             accumulate(reference, reference.training_step, batches(2, seed=step))
-            result = train(runner, model, step, accumulate=True)
-            for p, gradient in result.gradients.items():
-                p.grad = gradient
-        assert_same_gradients(model, reference, result)
+            assert not train(runner, model, step, accumulate=True).gradients
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
     finally:
         runner.close()
 

@@ -104,6 +104,28 @@ def test_accumulation_on_top_of_microbatches_trains_the_same() -> None:
     compare(accumulate_grad_batches=2)
 
 
+class Skips(Classifier):
+    """Trains on none of the rows of the middle one of three batches."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx // self.parts % 3 == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+def test_a_batch_without_a_loss_leaves_the_gradients_of_those_before(gradients: str) -> None:
+    options = {"chunks": "net.blocks.*", "gradients": gradients}
+    rows: Any = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    strategy = Chunked(**options)
+    found = fit(lambda: Skips(1), strategy, train=lambda: loader(36, 4), accumulate_grad_batches=3, **rows)
+    expected = fit(lambda: Skips(2), train=lambda: loader(36, 2), accumulate_grad_batches=6, **rows)
+    assert_same(weights_and_state(found), weights_and_state(expected))
+    assert (strategy.updated > 0) == (gradients == "auto")
+
+
 def test_clipping_by_norm_clips_the_sum_of_all_microbatches() -> None:
     compare(gradient_clip_val=0.05)
 

@@ -40,7 +40,7 @@ class StepResult:
     outputs: list[Any]
     """Per microbatch, what the function returned; without graphs after a backward."""
     gradients: dict[Tensor, Tensor]
-    """Parameter -> its gradient, summed over the microbatches in their order. `.grad` is as before the step."""
+    """Parameter -> its gradient, summed over the microbatches in their order; empty if they were added to `.grad`."""
 
 
 class _Followed(NamedTuple):
@@ -108,7 +108,7 @@ class Executor:
             root: takes an output and its microbatch's number to the tensor from which backward starts, with its
                 gradient (for a scalar also a number, or None for one), or to None for no backward; runs as part of the
                 last stage.
-            accumulate: add to the present `.grad`, as if the step continued earlier ones.
+            accumulate: add to `.grad`, as a backward does. Otherwise `.grad` is as before, and the result has them.
             step: number of the step; random numbers depend on it.
             finish: called after the last op, before gradients are collected.
             recorder: is told when each op began and ended on the host.
@@ -145,6 +145,9 @@ class Executor:
             work.loans.settle()
             if finish is not None:
                 finish()
+            if accumulate:
+                held.clear()  # the sums stay
+                return StepResult(work.outputs, {})
             return StepResult(work.outputs, {p: p.grad for p in parameters if p.grad is not None})
         finally:
             turnstile.error = None  # its traceback holds this frame
