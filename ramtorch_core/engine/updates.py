@@ -185,7 +185,7 @@ class Updates:
         self._norms.note(chosen, self._held)  # before the copies, for which the end of the backward waits
         if added:
             self._gradients.receive(group, [chosen.get(weight) for weight in group.weights])
-            arrived = self._device.record(self._gradients.stream)
+            arrived = self._device.record(self._gradients.stream, blocking=True)
             grads, finished = self._gradients.withdraw(group, chosen), lambda: None
         else:
             staging = self._staging_for(group, sum(aligned(grad.nbytes) for grad in chosen.values()))

@@ -104,7 +104,7 @@ class Gradients:
                         staged[weight].copy_(flat, non_blocking=True)
                         self.copied_bytes += flat.nbytes
                         offset += aligned(flat.nbytes)
-                moved = self.device.record(self.stream)
+                moved = self.device.record(self.stream, blocking=True)  # the updating thread waits for it
         self._keep(moved, flats)
         return moved, staged
 

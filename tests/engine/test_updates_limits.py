@@ -1,6 +1,7 @@
 """What overlapped updates refuse, how much memory they take, and several engines at once."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from updates_cases import backward, plain_steps, step, training, weights
 
 from ramtorch_core import ConfigurationError, RamtorchError, attach
 from ramtorch_core.engine import updates as engine_updates
+from ramtorch_core.memory.device import Device
 
 
 def two_backwards(model: nn.Module) -> None:
@@ -143,6 +145,31 @@ def test_staging_is_bounded_and_every_buffer_comes_back() -> None:
             (staging,) = engine.updates._staging.values()
             assert len(staging._free) == staging.allocated <= engine_updates.STAGING_BUFFERS
             assert engine.updates.host_bytes() <= engine_updates.STAGING_BUFFERS * largest
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_updating_thread_sleeps_while_it_waits_for_gradients(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = []
+
+    class Noted:
+        def __init__(self, blocking: bool) -> None:
+            self.blocking = blocking
+
+        def synchronize(self) -> None:
+            if threading.current_thread().name == "ramtorch-updater":
+                sleeps.append(self.blocking)
+
+        def query(self) -> bool:
+            return True
+
+    monkeypatch.setattr(Device, "record", lambda self, stream=None, *, blocking=False: Noted(blocking))
+    torch.manual_seed(0)
+    with streaming(stack(3), kernel="torch") as engine:
+        optimizer = torch.optim.AdamW(engine.root.parameters())
+        for index in range(batches - 1):
+            engine.root(data(index)).square().mean().backward()
+        step(engine, optimizer, batches)
+    assert sleeps == [True] * 6  # for the gradients of each chunk, and for the last copy of its weights
 
 
 def test_held_updates_take_as_much_memory_as_their_gradients() -> None:
