@@ -185,7 +185,7 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
     _, updating = _alone(calibration, plan)
     if updating and update_seconds:
         calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
-    published = plan.optimizer is Optimizer.PUBLISHED and updating > 0
+    published = plan.updates is Optimizer.PUBLISHED and updating > 0
     for _ in range(FITTING):  # what limits the step may hide a part of the time that is added
         unexplained = seconds - seconds_alone(calibration, plan)
         if unexplained <= 1e-4 * seconds:
@@ -202,7 +202,7 @@ def _alone(calibration: Calibration, plan: StreamingPlan) -> tuple[float, float]
     line = _simulated(calibration, plan, None, plan, steps=1).timeline
     updates = [span for span in line.spans if span.kind is Kind.UPDATE and span.resource == HOST]
     others = [span for span in line.spans if span.kind is not Kind.UPDATE or span.resource != HOST]
-    awaited = others if plan.optimizer is Optimizer.OVERLAPPED else others + updates
+    awaited = others if plan.updates is Optimizer.OVERLAPPED else others + updates
     end = max((span.end for span in awaited), default=line.start)
     return end - line.start, sum(span.end - span.start for span in updates)
 
@@ -215,7 +215,7 @@ def _simulated(
     *,
     steps: int = 3,
 ) -> StreamingResult:
-    found = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    found = costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
     beside = step_cost(calibration, measured, train=plan.train)
     return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
 
@@ -230,7 +230,7 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
         ConfigurationError: nothing fits.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
-    found = costs(calibration, base.microbatches, optimizer=base.optimizer)
+    found = costs(calibration, base.microbatches, optimizer=base.updates, clip=base.clip)
     return choose(found, on or machine(calibration.rates), base=base, beside=step_cost(calibration, train=base.train))
 
 

@@ -22,6 +22,8 @@ def costs(
     microbatches: int = 1,
     rates: Rates | None = None,
     optimizer: Optimizer = Optimizer.OVERLAPPED,
+    *,
+    clip: bool = False,
 ) -> list[ChunkCost]:
     """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
 
@@ -29,9 +31,14 @@ def costs(
         rates: of another machine with the same device.
         optimizer: as of the plan. Gradients that are published cross in the master's dtype, and shadows of masters
             that the optimizer itself steps are cast again; updates take gradients as backward leaves them.
+        clip: likewise. The host finds the norm of gradients that are published, and scales them; with others this costs
+            next to nothing.
     """
     rates = rates or calibration.rates
-    return [_cost(calibration, chunk, rates, microbatches, optimizer) for chunk in calibration.chunks]
+    published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
+    return [
+        _cost(calibration, chunk, rates, microbatches, published=published, clip=clip) for chunk in calibration.chunks
+    ]
 
 
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:
@@ -55,7 +62,7 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *
     if peaks is None:
         return found
     plan = replace(measured or StreamingPlan(optimizer=Optimizer.OVERLAPPED), window=calibration.window, pin=0)
-    chunks = costs(calibration, plan.microbatches, optimizer=plan.optimizer)
+    chunks = costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
     slots = min(plan.window, len(chunks)) * max(chunk.weight_bytes for chunk in chunks)
     base = max(0.0, peaks.before - slots)
     held, first, others = _held(chunks, plan)
@@ -103,17 +110,17 @@ def half_precision(calibration: Calibration) -> Calibration | None:
 
 
 def _cost(
-    calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, optimizer: Optimizer
+    calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, *, published: bool, clip: bool
 ) -> ChunkCost:
     width = chunk.master_bytes / max(1, chunk.parameters)
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
-    published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
     gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
     half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
     shadow_bytes = chunk.weight_bytes if half else 0
-    cast_bytes = chunk.master_bytes if published and shadow_bytes else 0  # read once more
-    update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + cast_bytes
-    as_measured = update_bytes - cast_bytes - gradient_bytes + chunk.gradient_bytes
+    again_bytes = chunk.master_bytes if published and shadow_bytes else 0.0  # read once more
+    again_bytes += 3 * gradient_bytes * (published and clip)  # read, read again, and written
+    update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + again_bytes
+    as_measured = update_bytes - again_bytes - gradient_bytes + chunk.gradient_bytes
     slower = calibration.update_factor * (update_bytes / as_measured if as_measured else 1.0)
     device_bytes = UPDATE_BYTES / rates.device_update  # per second of its own memory, in its update
     return ChunkCost(

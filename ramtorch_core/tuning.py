@@ -172,6 +172,7 @@ class Tuner:
             microbatches=statistics.median_low(passes) if passes else 1,
             optimizer=overlapped if streamer.updates.updated else Where.PUBLISHED,
             recast=streamer.conservative,
+            clip=self._measuring.held,
         )
 
     def _plan_of(self, knobs: Knobs) -> StreamingPlan:
@@ -217,7 +218,8 @@ def choose_for(
     """
 
     def priced(measured: Calibration) -> list[ChunkCost]:
-        return [_spread(cost, steps_per_update) for cost in costs(measured, base.microbatches, None, base.optimizer)]
+        found = costs(measured, base.microbatches, optimizer=base.updates, clip=base.clip)
+        return [_spread(cost, steps_per_update) for cost in found]
 
     found, half = priced(calibration), half_precision(calibration)
     usable = device.usable_bytes()

@@ -73,6 +73,7 @@ class BatchTuner:
             order=Order.CHUNK if together else Order.MICROBATCH,
             optimizer=runs_on if self._path.overlaps else Where.PUBLISHED,
             recast=self._streamer.conservative,
+            clip=bool(self._trainer.gradient_clip_val),
         )
 
 

@@ -52,6 +52,9 @@ def test_gradients_that_are_published_cross_in_the_masters_dtype_and_shadows_are
     assert (taken.gradient_bytes, published.gradient_bytes) == (20, 40)
     assert published.update_bytes == taken.update_bytes + 20 + 40  # the wider gradient, and the master read once more
     assert published.update == pytest.approx(taken.update * published.update_bytes / taken.update_bytes)
+    scaled = costs(CALIBRATION, optimizer=Optimizer.PUBLISHED, clip=True)[0]
+    assert scaled.update_bytes == published.update_bytes + 3 * 40
+    assert costs(CALIBRATION, optimizer=Optimizer.JOINED, clip=True)[0] == taken
     plans = [StreamingPlan(optimizer=o, staging=None) for o in (Optimizer.PUBLISHED, Optimizer.JOINED)]
     assert predict(CALIBRATION, plans[0]).seconds > predict(CALIBRATION, plans[1]).seconds
 

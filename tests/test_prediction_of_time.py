@@ -11,6 +11,7 @@ from ramtorch_core import tuning
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.parts import Part, predicted_parts
 from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
+from ramtorch_core.simulate.clock import Kind
 from ramtorch_core.tuning import TIMED, WARM_UP, Tuner, Wish
 
 CHUNK = 8 * WIDTH * 32
@@ -87,6 +88,26 @@ def test_published_gradients_take_as_long_as_predicted(calibrations: dict[str, A
             assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
 
 
+def test_updates_that_wait_for_the_norm_of_all_gradients_take_as_long_as_predicted(
+    calibrations: dict[str, Any],
+) -> None:
+    for order, microbatches in (Order.CHUNK, 3), (Order.MICROBATCH, 1):
+        for limit, optimizer, knobs in itertools.product(
+            ("compute", "updates"), (Optimizer.OVERLAPPED, Optimizer.JOINED), PLANS[::5]
+        ):
+            plan = StreamingPlan(microbatches=microbatches, order=order, optimizer=optimizer, clip=True, **knobs)
+            found = predict(calibrations[limit], plan, Machine()).seconds
+            assert WORLDS[limit].train(plan)[0] == pytest.approx(found), (limit, plan)
+
+
+def test_sums_on_the_host_are_published_where_they_are_clipped(calibrations: dict[str, Any]) -> None:
+    plan = StreamingPlan(microbatches=2, optimizer=Optimizer.OVERLAPPED, clip=True)
+    assert plan.updates is Optimizer.PUBLISHED
+    found = predict(calibrations["compute"], plan, Machine()).result.timeline
+    scaling = sum(12 / 28 * span.seconds for span in found.spans if span.kind is Kind.UPDATE) / (1 + 12 / 28)
+    assert WORLDS["compute"].train(plan)[0] == pytest.approx(found.seconds - scaling)  # which takes no time there
+
+
 @pytest.mark.parametrize("limit", WORLDS)
 def test_forwards_alone_take_as_long_as_predicted(calibrations: dict[str, Any], limit: str) -> None:
     for knobs in PLANS[::2]:
@@ -119,6 +140,16 @@ def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone
     assert tuner.choice is not None
     assert seconds == pytest.approx(tuner.choice.seconds, rel=0.02)
     assert tuner.measured > tuner.simulated + 2.9 * MS  # the time between steps at least
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_plain_loop_that_clips_is_measured_and_chosen_for_as_one(monkeypatch: pytest.MonkeyPatch, clip: bool) -> None:
+    monkeypatch.setattr(tuning, "known_rates", lambda device: device.rates)
+    plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=clip)
+    tuner, seconds, _ = WORLDS["updates"].tune(Wish(window="auto", gpu_memory=1 << 40), plan, plain=True)
+    assert tuner.choice is not None
+    assert tuner.choice.plan.clip is clip
+    assert seconds == pytest.approx(tuner.choice.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("step", range(WARM_UP + 1, WARM_UP + TIMED + 1))

@@ -176,7 +176,7 @@ class World:
             streamer.conservative = False
             streamer.updates.run_on = plan.optimizer is Optimizer.OVERLAPPED
             loop = Loop(self, streamer, plan, x)
-            loop.place(resident, moved=plan.optimizer is Optimizer.PUBLISHED)
+            loop.place(resident, moved=plan.updates is Optimizer.PUBLISHED)
             try:
                 yield loop
             finally:
@@ -191,7 +191,7 @@ class Loop:
         self.device: Any = streamer.device
         self.optimizer = torch.optim.AdamW(streamer.root.parameters(), fused=True)
         updates = streamer.updates
-        self.runner = MicrobatchRunner(streamer, lambda: updates.begin(self.optimizer), updates.end)
+        self.runner = MicrobatchRunner(streamer, lambda: updates.begin(self.optimizer, hold=plan.clip), updates.end)
         self.seconds, self.peak, self.plain = 0.0, 0, False
 
     def place(self, resident: frozenset[int], *, moved: bool = False) -> None:
@@ -224,10 +224,14 @@ class Loop:
                 if not self.plain:
                     streamer.begin_lending()
                 last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
-                with streamer.updates.overlap(self.optimizer) if last else contextlib.nullcontext():
+                with streamer.updates.overlap(self.optimizer, hold=plan.clip) if last else contextlib.nullcontext():
                     loss.backward()
                 streamer.end_lending()
-        published = plan.optimizer is Optimizer.PUBLISHED
+        published = plan.updates is Optimizer.PUBLISHED
+        if plan.clip:
+            self.device.synchronize()  # norms come from the device
+            with _disable_current_modes():
+                streamer.updates.clip(streamer.root.parameters(), 1.0)
         with _disable_current_modes() if published else contextlib.nullcontext():  # memory of the host is not counted
             self.optimizer.step()
         if published:

@@ -46,6 +46,7 @@ class Measuring:
         laps: of the plain steps that were timed.
         seconds: of each of them, from nothing under way until the host went on and the device had computed; updates
             may have run on.
+        held: updates waited for the norm of all gradients, in the step whose memory was noted.
     """
 
     def __init__(self, streamer: Streamer, *, train: bool) -> None:
@@ -59,6 +60,7 @@ class Measuring:
         self._timed = 0
         self.laps: list[Lap] = []
         self.seconds: list[float] = []
+        self.held = False
         self._undisturbed: list[Lap] = []
         self._updates: dict[object, list[float]] = defaultdict(list)  # chunk -> seconds of each of its updates
 
@@ -184,6 +186,7 @@ class Measuring:
     def _begin_updates(self, *optimizers: Optimizer, hold: bool = False) -> None:
         """Instead of the method of its updates, with which loops without a Trainer begin a backward."""
         self._backward_begins()
+        self.held = hold
         updates = self._streamer.updates
         type(updates).begin(updates, *optimizers, hold=hold)
 

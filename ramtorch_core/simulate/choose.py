@@ -220,10 +220,10 @@ def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: Streamin
         + sum(c.backward_seconds(checkpoint=plan.checkpoint, resident=i in resident) for i, c in enumerate(chunks))
         * plan.train
     )
-    on_host = plan.train and plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED, Optimizer.OVERLAPPED)
+    on_host = plan.train and plan.updates in (Optimizer.PUBLISHED, Optimizer.JOINED, Optimizer.OVERLAPPED)
     update = sum(c.update for c in streamed) * on_host
     gradients = sum(c.gradient for c in streamed) * on_host
-    in_turns = plan.optimizer is Optimizer.PUBLISHED and beside.awaited
+    in_turns = plan.updates is Optimizer.PUBLISHED and (beside.awaited or plan.clip)
     apart = compute + update if in_turns else max(compute, update)
     host_bytes = sum(c.update_bytes + c.gradient_bytes for c in streamed) * on_host
     memory = host_bytes / machine.host_memory if machine.host_memory else 0.0

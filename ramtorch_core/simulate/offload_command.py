@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--accumulate", type=listed(one_of(*places)), default=("host",), help=f"gradients: {', '.join(places)}")
     waiting = "chunks whose gradients may wait on the host for an overlapped update (default: 4)"
     add("--staging", type=listed(count), default=(4,), help=waiting)
+    add("--clip", action="store_true", help="updates wait for the norm of all gradients")
     add("--forward-only", action="store_true", help="prediction: no backward, no optimizer")
     add("--steps", type=count, default=3, help="simulated; the last is reported. 1: a single cold step (default: 3)")
     add("--extra-bytes", type=number, default=0.0, help="GPU memory outside of chunks: inputs, loss, work space")
@@ -71,7 +72,7 @@ def _run(argv: Sequence[str]) -> None:
     swept = [name for name in SWEPT if len(getattr(arguments, name)) > 1]
     rows = []
     for knobs in options.combinations(arguments, (*SWEPT, *KNOBS)):
-        plan = _plan(knobs, train=not arguments.forward_only)
+        plan = _plan(knobs, arguments)
         chunks = chunks_of(arguments, machine, knobs)
         result = simulate_streaming(chunks, plan, machine, beside, steps=arguments.steps)
         rows.append(_row(knobs, swept, arguments, result))
@@ -79,7 +80,7 @@ def _run(argv: Sequence[str]) -> None:
     options.present(rows, arguments)
 
 
-def _plan(knobs: Mapping[str, Any], *, train: bool) -> StreamingPlan:
+def _plan(knobs: Mapping[str, Any], arguments: argparse.Namespace) -> StreamingPlan:
     return StreamingPlan(
         window=knobs["window"],
         pin=knobs["pin"],
@@ -89,7 +90,8 @@ def _plan(knobs: Mapping[str, Any], *, train: bool) -> StreamingPlan:
         optimizer=Optimizer(knobs["optimizer"]),
         accumulate=Accumulate(knobs["accumulate"]),
         staging=knobs["staging"],
-        train=train,
+        train=not arguments.forward_only,
+        clip=arguments.clip,
     )
 
 
@@ -138,7 +140,7 @@ def _choose(arguments: argparse.Namespace, machine: Machine, beside: StepCost) -
         raise ConfigurationError(f"--choose needs one value of --{wide[0].replace('_', '-')}, not a list")
     knobs = next(options.combinations(arguments, (*SWEPT, *KNOBS)))
     chunks = chunks_of(arguments, machine, knobs)
-    base = _plan(knobs, train=not arguments.forward_only)
+    base = _plan(knobs, arguments)
     choice = choose(chunks, machine, base=base, beside=beside)
     plan = choice.plan
     knobs |= {"window": plan.window, "pin": plan.pin, "activations": "checkpoint" if plan.checkpoint else "keep"}

@@ -59,6 +59,7 @@ class StreamingPlan:
         staging: how many chunks' gradients may wait on the host for an update that overlaps with backward; None for
             any number. A backward that is further ahead waits.
         recast: user code may have written masters, so the host casts each again before it is copied.
+        clip: the norm of all gradients is wanted before any update.
 
     Raises:
         ConfigurationError: fewer than one slot, microbatch or staging buffer.
@@ -74,6 +75,20 @@ class StreamingPlan:
     train: bool = True
     staging: int | None = 4
     recast: bool = False
+    clip: bool = False
+
+    @property
+    def updates(self) -> Optimizer:
+        """Where and when updates happen, which may not be as wished: see `Updates` in the engine.
+
+        Where gradients are clipped, updates on the GPU go to the host, and sums in host memory are published, since
+        their norm is known there only.
+        """
+        if not self.clip or self.optimizer in (Optimizer.NONE, Optimizer.PUBLISHED):
+            return self.optimizer
+        if self.adds:
+            return Optimizer.PUBLISHED
+        return Optimizer.OVERLAPPED if self.optimizer is Optimizer.GPU else self.optimizer
 
     @property
     def adds(self) -> bool:
@@ -115,8 +130,10 @@ class Steps:
         self, chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine, beside: StepCost | None = None
     ) -> None:
         self.chunks, self.plan, self._beside = chunks, plan, beside or StepCost()
+        self._where = plan.updates
+        self._held = plan.clip and self._where in (Optimizer.JOINED, Optimizer.OVERLAPPED)
         free: dict[str, Key] = {HOST: self._urgency}
-        if plan.optimizer is Optimizer.GPU:
+        if self._where is Optimizer.GPU:
             free["H2D"] = self._weights_first
         self.work = Work(machine.capacities(), free)
         resident = resident_chunks(plan.pin, len(chunks))
@@ -178,9 +195,9 @@ class Steps:
         self._loss(group)
         for chunk, m in up:
             self._backward(chunk, m)
-        if plan.train and plan.optimizer is not Optimizer.GPU:
+        if plan.train and self._where is not Optimizer.GPU:
             self.lane.all_sent(self._latest)
-            end = self._latest if self._beside.awaited else None
+            end = self._latest if self._beside.awaited or plan.clip else None
             self._since = self.work.join([end, self.lane.issued, *self._arrived.values()])
 
     def _forward(self, chunk: int, m: int) -> None:
@@ -248,13 +265,13 @@ class Steps:
         stays = plan.order is Order.CHUNK or plan.accumulate is Accumulate.GPU
         since = self._gradient_since.setdefault(chunk, visit) if stays else visit
         last = m == plan.microbatches - 1
-        if last and plan.optimizer is Optimizer.GPU:
+        if last and self._where is Optimizer.GPU:
             if m and not stays:
                 visit = self.lane.send_gradient(chunk, visit, back=True)
             self._gradient_since[chunk] = since
             self._gpu_updates.append((chunk, visit, before))
         elif last or not stays:
-            overlaps = last and plan.optimizer in (Optimizer.JOINED, Optimizer.OVERLAPPED)
+            overlaps = last and not self._held and self._where in (Optimizer.JOINED, Optimizer.OVERLAPPED)
             add = bool(m and not stays)
             room = None
             if overlaps and not add and plan.staging is not None and len(self._overlapping) >= plan.staging:
@@ -267,16 +284,16 @@ class Steps:
 
     def _optimize(self) -> None:
         """`optimizer.step()`."""
-        plan = self.plan
+        published = self._where is Optimizer.PUBLISHED
         self._update_on_gpu()
-        if plan.optimizer is Optimizer.PUBLISHED:
+        if published or self._held:
             for chunk in sorted(self._arrived):
                 self._update_on_host(chunk, self._since)
-        after = [self._since] if plan.optimizer is Optimizer.PUBLISHED else []
+        after = [self._since] if published or self._held else []
         for chunk in sorted(self.lane.resident):
             self._latest = self.lane.step(Kind.UPDATE, self.chunks[chunk].device_update, f"u{chunk}", after)
             self.lane.hold(self._beside.step_bytes, self._latest, self._latest)
-        if plan.optimizer in (Optimizer.PUBLISHED, Optimizer.JOINED):
+        if self._where in (Optimizer.PUBLISHED, Optimizer.JOINED):
             self._since = self.work.join([self._since, *self.lane.updated.values()])
 
     def _update_on_host(self, chunk: int, after: int | None) -> int:

@@ -11,10 +11,12 @@ from offload_cases import Classifier, Metrics, Watched, dataset, fit, loader, ma
 from stream_cases import assert_same
 from torch.utils.data import DataLoader
 
-from ramtorch_core import ConfigurationError
+from ramtorch_core import ConfigurationError, pricing
+from ramtorch_core import tuning as core_tuning
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.rearrange import Knobs, knobs_of
 from ramtorch_core.engine.visits import Activations
+from ramtorch_core.prediction import StreamingPlan
 from ramtorch_core.tuning import TIMED, WARM_UP
 from ramtorch_lightning import OffloadStrategy, tuning
 
@@ -28,8 +30,9 @@ SOME_MEMORY = 10_000
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is known."""
+    """The machine is known, and buffers are as small as the models."""
     monkeypatch.setattr(tuning, "rates_of", lambda device: RATES)
+    monkeypatch.setattr(pricing, "BOUNCE_BYTES", 0)
 
 
 class Noting(Watched):
@@ -108,12 +111,24 @@ def test_from_the_choice_on_a_fit_equals_one_with_these_knobs_given(gradients: s
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}]
 )
-def test_fits_with_other_settings_equal_the_plain_ones(options: dict[str, Any]) -> None:
+def test_fits_with_other_settings_equal_the_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    bases: list[StreamingPlan] = []
+
+    def choose_for(calibration: Any, wish: Any, base: StreamingPlan, *args: Any, **kwargs: Any) -> Any:
+        bases.append(base)
+        return original(calibration, wish, base, *args, **kwargs)
+
+    original = core_tuning.choose_for
+    monkeypatch.setattr(core_tuning, "choose_for", choose_for)
     found = fit(Classifier, Noting(**AUTO, gpu_memory=SOME_MEMORY), max_epochs=4, **options)
     plain = fit(Classifier, Watched(), max_epochs=4, **options)
     changed = [i for i, knobs in enumerate(found.strategy.knobs) if knobs != FIRST]
     every = options.get("accumulate_grad_batches", 1)
     assert changed[0] == (WARM_UP + TIMED) * every  # a multiple: gradients that add up stay where they are
+    (base,) = bases
+    assert (base.microbatches, base.clip) == (every, "gradient_clip_val" in options)
     assert_same(found.record["weights"], plain.record["weights"])
 
 

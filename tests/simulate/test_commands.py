@@ -95,6 +95,12 @@ def test_times_follow_from_parameters_and_the_machine(run) -> None:
     assert found["rows"][0]["weight bytes"] == 1e9
 
 
+def test_updates_wait_for_the_norm_where_gradients_are_clipped(run) -> None:
+    line = "offload_simulator --layers 3 --td2h 1 --tupdate 4 --window 2 --optimizer joined --steps 1 --json"
+    free, clipped = (json.loads(run(f"{line}{more}"))["rows"][0]["seconds"] for more in ("", " --clip"))
+    assert clipped == 3 + 3 * 3 + 1 + 3 * 4 > free
+
+
 def test_rows_that_do_not_fit_are_marked_and_never_the_fastest(run) -> None:
     found = json.loads(run("offload_simulator --weight-bytes 3G --gpu-memory 8 --th2d 1 --window 1,2,3,4 --json"))
     assert [row["fits"] for row in found["rows"]] == ["yes", "yes", "no", "no"]

@@ -180,6 +180,7 @@ def test_no_step_is_shorter_nor_smaller_than_the_bounds_by_which_plans_are_left_
             accumulate=random.choice(list(Accumulate)),
             train=random.random() < 0.8,
             recast=random.random() < 0.3,
+            clip=random.random() < 0.3,
         )
         beside = replace(beside, awaited=random.random() < 0.5)
         machine = Machine(

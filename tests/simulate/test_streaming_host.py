@@ -49,6 +49,27 @@ def test_the_host_issues_a_visit_once_the_update_of_its_chunk_is_over() -> None:
     assert starts(result, "issuing")["iF0"] + result.seconds == end
 
 
+def test_no_update_begins_before_the_norm_of_all_gradients_is_known() -> None:
+    chunk = ChunkCost(forward=1, backward=2, gradient=3, update=4)
+    free = StreamingPlan(window=2, checkpoint=False, optimizer=Optimizer.OVERLAPPED, staging=1)
+    results = [simulate_streaming([chunk] * 3, replace(free, clip=clip), steps=1) for clip in (False, True)]
+    begun, clipped = (starts(result, "host") for result in results)
+    arrived = max(span.end for span in results[1].timeline.spans if span.resource == "D2H")
+    assert begun["u2"] == 3 + 2 + 3
+    assert [clipped[f"u{i}"] for i in range(3)] == [arrived, arrived + 4, arrived + 8]  # the lowest goes first
+    assert arrived == 3 + 2 + 3 * 3  # nothing waits for a buffer: each gradient has one
+
+
+def test_where_gradients_are_clipped_updates_leave_the_gpu_and_sums_are_published() -> None:
+    chunk = ChunkCost(forward=1, backward=2, gradient=3, update=4, device_update=1, state_in=2, state_out=2)
+    plan = StreamingPlan(window=2, checkpoint=False, optimizer=Optimizer.GPU, clip=True)
+    overlapped, published = (replace(plan, optimizer=o) for o in (Optimizer.OVERLAPPED, Optimizer.PUBLISHED))
+    assert simulate_streaming([chunk] * 3, plan).seconds == simulate_streaming([chunk] * 3, overlapped).seconds
+    several = [replace(each, microbatches=2) for each in (overlapped, published)]
+    assert len({simulate_streaming([chunk] * 3, each).seconds for each in several}) == 1
+    assert replace(several[0], order=Order.CHUNK).updates is Optimizer.OVERLAPPED
+
+
 def test_a_sum_on_the_host_needs_no_staging_buffer() -> None:
     chunk = ChunkCost(forward=1, backward=1, gradient=0.1, update=10)
     plan = StreamingPlan(checkpoint=False, microbatches=2, optimizer=Optimizer.OVERLAPPED, staging=1)
