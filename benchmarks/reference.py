@@ -30,16 +30,16 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.out(self.norm(x))
         return logits
 
 
-def build(layers: int, width: int, device: str = "cpu") -> list[nn.Module]:
+def build(layers: int, width: int, device: str = "cpu", vocabulary: int = VOCABULARY) -> list[nn.Module]:
     """Embedding, blocks and head on `device`; initialised on the GPU if there is one, which is faster."""
     fast = "cuda" if torch.cuda.is_available() else "cpu"
     modules: list[nn.Module] = []
@@ -47,11 +47,11 @@ def build(layers: int, width: int, device: str = "cpu") -> list[nn.Module]:
         torch.manual_seed(index)
         with torch.device(fast):
             if index == 0:
-                module: nn.Module = nn.Embedding(VOCABULARY, width)
+                module: nn.Module = nn.Embedding(vocabulary, width)
             elif index <= layers:
                 module = Block(width)
             else:
-                module = Head(width)
+                module = Head(width, vocabulary)
         modules.append(module.to(device))
     return modules
 
@@ -63,11 +63,13 @@ def count_parameters(layers: int, width: int) -> int:
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy in float32 over all tokens."""
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), targets.reshape(-1))
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.reshape(-1))
 
 
-def tokens(batch: int, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def tokens(
+    batch: int, length: int, device: torch.device | str = "cpu", vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor]:
     """Random inputs and targets, the same in every run."""
     torch.manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (batch, length))
-    return ids.to(device), torch.randint(0, VOCABULARY, (batch, length)).to(device)
+    ids = torch.randint(0, vocabulary, (batch, length))
+    return ids.to(device), torch.randint(0, vocabulary, (batch, length)).to(device)
