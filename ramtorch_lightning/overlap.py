@@ -53,10 +53,22 @@ def why_published(module: pl.LightningModule, trainer: pl.Trainer, optimizers: S
     clip: object = torch.nn.utils.clip_grad_norm_
     if trainer.gradient_clip_val and getattr(clip, "__module__", None) != "torch.nn.utils.clip_grad":
         return "torch.nn.utils.clip_grad_norm_ was replaced, and what stands there is given gradients"
-    for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            return f"'{name or type(part).__name__}' has backward hooks, which may look at weights"
+    if _has_backward_hooks(module):
+        names = [name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks]
+        return f"'{names[0] or type(module).__name__}' has backward hooks, which may look at weights"
     return next(filter(None, map(why_whole, optimizers)), None)
+
+
+def _has_backward_hooks(module: pl.LightningModule) -> bool:
+    """Whether any part of the module has; asked before every step, so without names and what makes them distinct."""
+    waiting: list[torch.nn.Module | None] = [module]
+    for part in waiting:
+        if part is not None:
+            if part._backward_hooks or part._backward_pre_hooks:
+                return True
+            if part._modules:
+                waiting += part._modules.values()
+    return False
 
 
 class StepPath:

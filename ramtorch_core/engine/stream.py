@@ -370,8 +370,9 @@ class Streamer:
         ours = [p for group in optimizer.param_groups for p in group["params"] if p in self._inventory.weights]
         if not ours:
             return  # another model's, or a part of a step: some optimizers call the step of their base class
+        taken = self.updates.taken()
         for parameter in ours:
-            if not self.updates.took(parameter):
+            if parameter.grad is not None or parameter not in taken:
                 self._inventory.weights[parameter].touch()
         self.updates.stepped(optimizer)
         if not self.updates.run_on:

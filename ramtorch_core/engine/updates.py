@@ -285,10 +285,6 @@ class Updates:
         """Whether gradients are taken now, that is, between `begin` and `end`."""
         return self._recipes is not None
 
-    def took(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's update in the last step was made here."""
-        return parameter.grad is None and any(parameter in parameters for parameters in self._handed.values())
-
     def taken(self) -> set[nn.Parameter]:
         """The parameters whose gradients were taken in this step, or the last one."""
         return set().union(*self._handed.values())

@@ -249,6 +249,19 @@ def test_a_backbone_that_is_thawed_later_trains_the_same() -> None:
     )
 
 
+def test_a_backward_hook_that_comes_after_the_set_up_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Classifier):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net.blocks[1][1].register_full_backward_pre_hook(lambda *_: None)
+
+    with caplog.at_level("INFO"):
+        fit(Late, Counting())
+    first, second = logged(caplog)
+    assert "while backward goes on" in first
+    assert PUBLISHED + "'net.blocks.1.1' has backward hooks" in second
+
+
 def test_a_hook_that_comes_after_the_set_up_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     class Late(Classifier):
         def on_train_epoch_start(self) -> None:
