@@ -239,7 +239,8 @@ def predict_pipeline(
 ) -> PipelineResult:
     """Simulate a step of a pipeline of resident stages, without its optimizer.
 
-    What is in no chunk counts as part of the last chunk's backward.
+    What is in no chunk counts as part of the last chunk's backward, and what the host does before a microbatch as part
+    of the first chunk's forward. One thread of the host issues everything.
 
     Args:
         first_chunks: of each stage but the first, the index of its first chunk.
@@ -248,7 +249,10 @@ def predict_pipeline(
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
     found = costs(calibration, schedule.microbatches)
-    found[-1] = replace(found[-1], backward=found[-1].backward + calibration.outside)
+    issue, last = calibration.issue, found[-1]
+    last = replace(last, backward=last.backward + calibration.outside, issue_backward=last.issue_backward + issue.loss)
+    found[-1] = last
+    found[0] = replace(found[0], issue_forward=found[0].issue_forward + issue.begin)
     cuts = [0, *first_chunks, len(found)]
     if cuts != sorted(set(cuts)):
         raise ConfigurationError(

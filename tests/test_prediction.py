@@ -159,6 +159,17 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
             predict_pipeline(even, build("gpipe", len(cuts) + 1, 4), cuts)
 
 
+def test_the_hosts_time_counts_in_a_pipeline_too() -> None:
+    rates = replace(RATES, device_update=1e-9)
+    even = replace(CALIBRATION, rates=rates, chunks=(CHUNK,) * 4, outside=0.0)
+    plain = predict_pipeline(even, build("gpipe", 2, 4), [2]).seconds
+    fast = replace(even, issue=Issue(forward=0.1, backward=0.2, begin=0.5, loss=0.3))
+    first = 0.5 + 2 * 0.1  # of the first stage, at the most; the rest is issued while the devices compute
+    assert plain <= predict_pipeline(fast, build("gpipe", 2, 4), [2]).seconds <= plain + first
+    slow = replace(even, issue=Issue(forward=1.0, backward=5.0, begin=2.0, loss=3.0))
+    assert predict_pipeline(slow, build("gpipe", 2, 4), [2]).seconds >= 4 * (4 * (1 + 5) + 2 + 3)
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_model_is_calibrated_and_predicted(autocast: torch.dtype | None) -> None:
     found = calibrate(

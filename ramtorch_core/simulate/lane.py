@@ -34,6 +34,7 @@ class Lane:
         window: slots; fewer are allocated when fewer chunks stream.
         resident: indices of chunks that are never copied.
         asynchronous: copies go on beside compute.
+        issuing: name of what issues the visits, where several GPUs share it; by default the lane has its own.
 
     Attributes:
         compute, h2d, d2h: names of the streams.
@@ -59,6 +60,7 @@ class Lane:
         window: int,
         resident: frozenset[int] = frozenset(),
         asynchronous: bool = True,
+        issuing: str | None = None,
     ) -> None:
         if window < 1:
             raise ConfigurationError(f"window={window}: at least 1 slot is needed; 2 let copies overlap compute")
@@ -66,7 +68,7 @@ class Lane:
         self.compute, self.h2d, self.d2h = (f"{prefix}{stream}" for stream in ("compute", "H2D", "D2H"))
         if not asynchronous:
             self.h2d = self.d2h = self.compute
-        self.issuing = f"{prefix}issuing"
+        self.issuing, self._shared = issuing or f"{prefix}issuing", issuing is not None
         work.order += [self.issuing, self.compute, self.h2d, self.d2h]
         self.memory, self._place = f"{prefix}bytes", f"{prefix}chunks"
         self.bus, self.inward = f"{prefix}{BOTH_WAYS}", f"{prefix}{INWARD}"
@@ -120,39 +122,45 @@ class Lane:
         after: Iterable[int | None] = (),
         *,
         issue: float = 0.0,
+        known: int | None = None,
     ) -> int:
         """The next visit: `seconds` of compute with the chunk's weights. Returns its task.
 
         Args:
             issue: seconds that the host takes to issue it.
+            known: the task after which the host can.
         """
         if chunk not in self.resident and not self._visits:
             self.copy_ahead()
         needs = [*after, self.issued, self._since]
         if issue:
-            waits = [self.issued, self._since, *self._rooms]
-            if chunk not in self.resident:
-                waits.append(self.updated.get(chunk))
-            self._rooms = []
-            needs.append(self.work.join(waits))
-            self.issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, issue, waits)
+            update = None if chunk in self.resident else self.updated.get(chunk)
+            needs.append(self.issue(issue, label, [known, update]))
         if chunk in self.resident:
             task = self.step(kind, seconds, label, needs)
-            self._end(task, issue)
+            self.issued_too(task, issue)
             return task
         position = len(self._visits)
         assert self._itinerary[position] == Visit(direction, chunk), "visits follow the itinerary"
         slot = self._slot_of_visit[position]
         task = self.step(kind, seconds, label, [*needs, self._content[slot]])
-        self._freed[slot] = self._end(task, issue)
+        self._freed[slot] = self.issued_too(task, issue)
         self._visits.append(self._freed[slot])
         if position in self._last:
             self.holdings.append(Holding(self._place, 1, self._content[slot], task))
         self.copy_ahead()
         return task
 
-    def _end(self, task: int, issue: float) -> int:
-        """The end of a visit: when it is computed, and issued."""
+    def issue(self, seconds: float, label: str, after: Iterable[int | None]) -> int:
+        """The host issues compute; what begins to be issued can begin. Returns that moment."""
+        waits = [self.issued, self._since, *self._rooms, *after]
+        self._rooms = []
+        begin = self.work.add(self.issuing, "", Kind.ISSUE, 0.0, waits) if self._shared else self.work.join(waits)
+        self.issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, seconds, [begin])
+        return begin
+
+    def issued_too(self, task: int, issue: float) -> int:
+        """The end of compute that the host took some time to issue: when both are over."""
         return self.work.add(self.compute, "", Kind.ISSUE, 0.0, [task, self.issued]) if issue else task
 
     def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()) -> int:

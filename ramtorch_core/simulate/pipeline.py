@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ramtorch_core.errors import ConfigurationError
@@ -17,6 +17,7 @@ from ramtorch_core.simulate.lane import Lane
 from ramtorch_core.simulate.steps import Accumulate
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
+ISSUING = "issuing"
 KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT, "W": Kind.WEIGHT}
 
 
@@ -96,7 +97,8 @@ def simulate_pipeline(
     """Run one step of `schedule` on a virtual clock; `stages[s]` are the chunks of stage `s`.
 
     Links carry one activation or gradient at a time in each direction of travel, beside compute, and share the wire
-    where both kinds go the same way.
+    where both kinds go the same way. One host issues the compute of all stages, one visit at a time; what it has issued
+    it hands on without waiting for the GPU.
 
     Raises:
         PlanError: the schedule cannot run.
@@ -150,7 +152,7 @@ class _Walk:
         self.schedule, self.plan = schedule, plan
         self.names = [f"GPU {device}" for device in range(schedule.devices)]
         wires = {f"wire {a}>{b}": 1.0 for a, b in itertools.permutations(range(schedule.devices), 2)}
-        self.work = Work(machine.capacities(*self.names) | wires)
+        self.work = Work(machine.capacities(*self.names) | wires, {ISSUING: self._first_come})
         self.links: set[str] = set()
         self.lanes: list[Lane] = []
         self._chunks: list[list[int]] = [[] for _ in stages]  # stage -> indices of its chunks in its lane
@@ -161,10 +163,11 @@ class _Walk:
                 owned += stages[stage]
             resident = resident_chunks(len(owned) if plan.window is None else plan.pin, len(owned))
             window = 1 if plan.window is None else plan.window
-            self.lanes.append(Lane(self.work, name, owned, window=window, resident=resident))
+            self.lanes.append(Lane(self.work, name, owned, window=window, resident=resident, issuing=ISSUING))
             self.lanes[-1].begin(visit for op in schedule.lanes[device] for visit in self._visits(op))
         self._end: dict[Op, int] = {}  # op (a B under the name of its I) -> the task that ends it
         self._arrived: dict[Op, int] = {}  # the same -> the task after which the next stage's GPU has its result
+        self._issued: dict[Op, int | None] = {}  # the same -> the task with which the host has issued it
         self._forward_of: dict[tuple[int, int, int], int] = {}  # stage, chunk, microbatch -> its forward visit
         self._gradient_since: dict[tuple[int, int], int] = {}  # device, chunk -> the first visit that left a gradient
         self._left: Counter[tuple[int, int]] = Counter()  # device, chunk -> how many did
@@ -198,19 +201,24 @@ class _Walk:
         lane = self.lanes[device]
         needed = dependencies(op, self.schedule.stages)
         after = [(self._end if need.stage == op.stage else self._arrived)[need] for need in needed]
+        issued = [self._issued[need] for need in needed if self._issued[need] is not None]
+        known = self.work.join(issued) if issued else None
         chunks = self._chunks[op.stage] if op.kind == "F" else self._chunks[op.stage][::-1]
         for position, chunk in enumerate(chunks):
             label = str(op) if len(chunks) == 1 else f"{op}.{chunk}"
             seconds = self._seconds(op, lane.chunks[chunk], resident=chunk in lane.resident)
             needs = after if position == 0 else []
+            issue = self._issue_seconds(op, lane.chunks[chunk])
             if op.kind == "W":
-                task = lane.step(Kind.WEIGHT, seconds, label, needs)
+                begins = [lane.issue(issue, label, [known])] if issue else []
+                task = lane.issued_too(lane.step(Kind.WEIGHT, seconds, label, [*needs, *begins]), issue)
             else:
                 direction = Direction.FORWARD if op.kind == "F" else Direction.BACKWARD
-                task = lane.visit(chunk, direction, KINDS[op.kind], seconds, label, needs)
+                task = lane.visit(chunk, direction, KINDS[op.kind], seconds, label, needs, issue=issue, known=known)
             self._keep_books(device, lane, op, chunk, task)
         result = Op("I", op.stage, op.microbatch) if op.kind == "B" else op
         self._end[result] = self._arrived[result] = task
+        self._issued[result] = lane.issued
         self._send(op, device)
         return task
 
@@ -226,6 +234,21 @@ class _Walk:
         weight = cost.backward * self.plan.weight_share
         whole = cost.backward + collects
         return {"B": whole, "I": cost.backward - weight, "W": weight + collects}[op.kind]
+
+    def _issue_seconds(self, op: Op, cost: ChunkCost) -> float:
+        """Seconds of the host to issue an op on one chunk."""
+        if op.kind == "F":
+            return cost.issue_forward
+        if self.plan.checkpoint:
+            return 0.0 if op.kind == "W" else cost.issue_recompute + cost.issue_backward
+        weight = cost.issue_backward * self.plan.weight_share
+        return {"B": cost.issue_backward, "I": cost.issue_backward - weight, "W": weight}[op.kind]
+
+    def _first_come(self, task: int, arrival: int, _ended: Callable[[int], bool]) -> tuple[int, ...]:
+        """The host goes on with what it has begun; otherwise it takes what became possible first."""
+        before = [self.work.tasks[need] for need in self.work.tasks[task].after]
+        begun = len(before) == 1 and before[0].resource == ISSUING and not before[0].seconds
+        return int(not begun), arrival
 
     def _keep_books(self, device: int, lane: Lane, op: Op, chunk: int, task: int) -> None:
         """What the visit leaves on the GPU: activations, and the gradients of streamed chunks."""
@@ -256,6 +279,6 @@ class _Walk:
         target = self.schedule.placement[stage]
         result = Op("I", op.stage, op.microbatch) if op.kind == "B" else op
         link = f"link {device}>{target} {'activations' if op.kind == 'F' else 'gradients'}"
-        uses = {f"wire {device}>{target}": 1.0}
-        self._arrived[result] = self.work.add(link, str(op), Kind.SEND, self.plan.send, [self._end[result]], uses)
+        uses, needs = {f"wire {device}>{target}": 1.0}, [self._end[result], self._issued[result]]
+        self._arrived[result] = self.work.add(link, str(op), Kind.SEND, self.plan.send, needs, uses)
         self.links.add(link)

@@ -1,6 +1,7 @@
 """Pipelines, simulated: closed formulas, links, streamed stages, and rules that hold for every schedule."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -135,11 +136,13 @@ def test_the_split_of_the_backward_follows_the_weight_share() -> None:
     assert {span.kind.value: span.seconds for span in recomputed.timeline.spans} == {"F": 1, "I": 3}
 
 
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 6), st.booleans())
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 6), st.booleans(), st.booleans())
 def test_a_pipeline_of_one_gpu_is_the_streaming_simulation(
-    chunks: int, window: int, pin: int, checkpoint: bool
+    chunks: int, window: int, pin: int, checkpoint: bool, issued: bool
 ) -> None:
-    costs = [ChunkCost(forward=2, backward=3, transfer=i + 1, gradient=2, weight_bytes=i) for i in range(chunks)]
+    issue = {"issue_forward": 1, "issue_recompute": 2, "issue_backward": 4} if issued else {}
+    cost = ChunkCost(forward=2, backward=3, gradient=2, master_bytes=9, **issue)
+    costs = [replace(cost, transfer=i + 1, weight_bytes=i) for i in range(chunks)]
     plan = PipelinePlan(window=window, pin=pin, checkpoint=checkpoint)
     pipeline = simulate_pipeline(sequential(1, 1), [costs], plan)
     streamed = simulate_streaming(costs, StreamingPlan(window=window, pin=pin, checkpoint=checkpoint), steps=1)
@@ -147,6 +150,45 @@ def test_a_pipeline_of_one_gpu_is_the_streaming_simulation(
     assert pipeline.devices[0].stall == streamed.stall
     assert pipeline.devices[0].weight_bytes == streamed.weight_bytes
     assert pipeline.devices[0].peak_chunks == streamed.peak_chunks
+
+
+def test_one_host_issues_the_compute_of_all_stages_and_waits_for_none_of_it() -> None:
+    result = run(gpipe(2, 2), PipelinePlan(send=0.5), issue_forward=3, issue_backward=1)
+    spans = {(span.label, span.resource.split()[0]): (span.start, span.end) for span in result.timeline.spans}
+    host = {label: times for (label, resource), times in spans.items() if resource == "issuing"}
+    assert host == {  # what became possible first goes first; nothing waits for compute or a link
+        "i0F0": (0, 3),
+        "i0F1": (3, 6),
+        "i1F0": (6, 9),
+        "i1F1": (9, 12),
+        "i1B0": (12, 13),
+        "i1B1": (13, 14),
+        "i0B0": (14, 15),
+        "i0B1": (15, 16),
+    }
+    compute = {label: times for (label, resource), times in spans.items() if resource == "GPU"}
+    assert compute["0F0"] == (0, 1)  # begins with the first that is issued, and ends no sooner than the last
+    assert spans["0F0", "link"] == (3, 3.5)
+    assert compute["1F0"] == (6, 7)
+    assert compute["1B0"] == (12, 14)
+    assert result.seconds == max(end for _, end in compute.values())
+
+
+def test_a_host_that_is_faster_than_the_stages_costs_a_pipeline_its_first_launches_only() -> None:
+    for schedule in (gpipe(3, 6), staggered_1b1f(3, 6), zb_h1(3, 6)):
+        plain, issued = run(schedule), run(schedule, issue_forward=0.05, issue_backward=0.1)
+        assert plain.seconds <= issued.seconds <= plain.seconds + 3 * 0.05
+        slow = run(schedule, issue_forward=3, issue_backward=6)
+        ops = 3 * 6
+        assert slow.seconds >= ops * 9
+
+
+def test_a_weight_gradient_is_issued_as_its_share_of_the_backward() -> None:
+    result = run(zb_h1(2, 2), PipelinePlan(weight_share=0.25), issue_forward=1, issue_backward=4)
+    issued = {span.label[2]: span.seconds for span in result.timeline.spans if span.resource == "issuing"}
+    assert issued == {"F": 1, "I": 3, "W": 1}
+    recomputed = run(zb_h1(2, 2), PipelinePlan(checkpoint=True), issue_recompute=2, issue_backward=4)
+    assert {s.label[2]: s.seconds for s in recomputed.timeline.spans if s.resource == "issuing"} == {"I": 6}
 
 
 def test_a_streamed_stage_whose_chunks_fit_its_window_copies_each_once() -> None:
