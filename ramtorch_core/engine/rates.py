@@ -1,4 +1,4 @@
-"""What this machine can move and update per second, measured once and kept in a file."""
+"""What this machine can move and update per second, measured a few times and kept in a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device, Stream
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import Arena
@@ -31,8 +33,12 @@ LOADED_COPIES = 16
 COPY_BYTES = 256 << 20
 PARAMETERS = 1 << 26
 FACTOR = 4096
-VERSION = 3
+VERSION = 4
 """Of what is measured, and how: rates that were written by another one are not used."""
+MEASUREMENTS = 3
+"""Of which the best counts."""
+APART = 3600.0
+"""Seconds between them, at least: what keeps a machine busy lasts."""
 UPDATE_BYTES = 28
 """Host memory traffic per parameter of AdamW besides the shadow: four values are read, three of them written."""
 
@@ -81,26 +87,50 @@ def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: i
     )
 
 
-def known_rates(device: Device, *, anew: bool = False, file: Path | None = None) -> Rates:
+def known_rates(device: Device, *, file: Path | None = None, clock: Callable[[], float] = time.time) -> Rates:
     """The rates of this machine from `file`, measured and written there if they are not known.
 
+    What runs beside a measurement makes rates look worse than they are, never better. So they are measured again when
+    they are asked for an hour or more later, until there are `MEASUREMENTS`; of each rate the best is kept.
+
     Args:
-        anew: measure in any case.
         file: by default `machines.json` in the user's cache folder. Entries are told apart by the names of the device
             and the host, the number of processors, torch's version, and `VERSION`.
+        clock: seconds.
     """
     file = file or cache_file()
     names = [device.name(), platform.node(), f"{processors()} processors", f"torch {torch.__version__}"]
     key = " | ".join([*names, f"rates {VERSION}"])
-    known = _read(file)
-    if not anew and key in known:
-        try:
-            return Rates(**known[key])  # type: ignore[arg-type]  # what `_write` wrote
-        except TypeError:
-            pass  # written by a version that measured something else
-    rates = measure_rates(device)
-    _write(file, {**_read(file), key: dataclasses.asdict(rates)})
+    known, times = _entry(_read(file).get(key))
+    if known is not None and (len(times) >= MEASUREMENTS or clock() < times[-1] + APART):
+        return known
+    try:
+        rates = measure_rates(device)
+    except (torch.OutOfMemoryError, HostMemoryError):
+        if known is None:
+            raise
+        return known  # the model that is here already leaves no room
+    rates = rates if known is None else _best(known, rates)
+    _write(file, {**_read(file), key: {"rates": dataclasses.asdict(rates), "measured": [*times, clock()]}})
     return rates
+
+
+def _entry(content: Any) -> tuple[Rates | None, list[float]]:
+    """Of the file: the rates, and when they were measured."""
+    try:
+        rates, times = Rates(**content["rates"]), [float(each) for each in content["measured"]]
+    except (KeyError, TypeError, ValueError):
+        return None, []  # not known, or written by a version that measured something else
+    return (rates, times) if times else (None, [])
+
+
+def _best(one: Rates, other: Rates) -> Rates:
+    """Of each rate the better one."""
+    found = dataclasses.asdict(other)
+    for name, value in dataclasses.asdict(one).items():
+        if value is not None and found[name] is not None and name != "device_bytes":
+            found[name] = (min if name in ("host_update", "device_update") else max)(value, found[name])
+    return Rates(**found)
 
 
 def cache_file() -> Path:
@@ -108,7 +138,7 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ramtorch_core" / "machines.json"
 
 
-def _read(file: Path) -> dict[str, dict[str, float]]:
+def _read(file: Path) -> dict[str, object]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):

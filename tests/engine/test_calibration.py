@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,12 +224,43 @@ def test_rates_are_measured_once_per_machine(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert known_rates(CPU) == known_rates(CPU) == RATES
     assert len(measured) == 1
-    known_rates(CPU, anew=True)
-    assert len(measured) == 2
     monkeypatch.setattr(rates.platform, "node", lambda: "another machine")
     known_rates(CPU)
-    assert len(measured) == 3
+    assert len(measured) == 2
     monkeypatch.undo()
+
+
+def test_rates_of_a_busy_machine_are_replaced_by_better_ones_of_another_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, hour = tmp_path / "machines.json", 3600.0
+    busy = replace(RATES, h2d=RATES.h2d / 3, host_update=3 * RATES.host_update)
+    other = replace(RATES, d2h=RATES.d2h / 2, device_update=2 * RATES.device_update)
+    for at, measured, found in (
+        (0.0, busy, busy),
+        (0.5 * hour, RATES, busy),  # too soon
+        (1.0 * hour, other, RATES),
+        (9.0 * hour, busy, RATES),
+        (99.0 * hour, replace(RATES, h2d=1e99), RATES),  # often enough
+    ):
+        monkeypatch.setattr(rates, "measure_rates", lambda device, measured=measured: measured)
+        assert known_rates(CPU, file=file, clock=lambda at=at: at) == found
+
+
+def test_rates_that_are_known_stay_where_there_is_no_room_to_measure_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(device: Device) -> Rates:
+        raise torch.OutOfMemoryError
+
+    file = tmp_path / "machines.json"
+    monkeypatch.setattr(rates, "measure_rates", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        known_rates(CPU, file=file)
+    monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+    known_rates(CPU, file=file, clock=lambda: 0.0)
+    monkeypatch.setattr(rates, "measure_rates", full)
+    assert known_rates(CPU, file=file, clock=lambda: 1e6) == RATES
 
 
 @pytest.mark.parametrize("content", ["no JSON", "[]", '{"x": 1}'])
@@ -242,6 +274,11 @@ def test_a_spoilt_file_only_costs_measuring_again(
     monkeypatch.setattr(rates, "measure_rates", lambda device: pytest.fail("it is known"))
     assert known_rates(CPU, file=file) == RATES
     assert known_rates(CPU, file=file) == RATES
+    (key,) = (key for key in json.loads(file.read_text()) if key != "x")
+    for spoilt in ({"h2d": 1.0}, {"rates": {"h2d": 1.0}, "measured": [0.0]}, [], None):
+        file.write_text(json.dumps({key: spoilt}))
+        monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+        assert known_rates(CPU, file=file) == RATES
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
