@@ -25,6 +25,10 @@ class Gradient:
     wide: Tensor | None = None
     version: int = 0
 
+    def widened(self) -> Tensor | None:
+        """The sum in float32 of which `host` is the rounded value, unless somebody wrote to that since."""
+        return self.wide if self.version == self.host._version else None
+
 
 class Book:
     """The gradients of one group: a tight layout, one arena, and who uses which region.

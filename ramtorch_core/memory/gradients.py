@@ -5,7 +5,8 @@ weight, in the master's dtype. If the region already holds a gradient, the sum i
 through small bounce buffers, and written back; the host never adds. When the backward ends, `finish` waits for the
 copies and publishes the regions as `.grad`, with the meaning `.grad` has in torch: added to what is there.
 
-Half-precision masters accumulate in float32 next to their `.grad`, which is rounded from it once per backward.
+Half-precision masters accumulate in float32 next to their `.grad`, which is rounded from it. So does a sum that was
+formed on the device: it is kept in float32 as well, because more may be added.
 """
 
 from __future__ import annotations
@@ -117,14 +118,16 @@ class Gradients:
     def recall(self, group: WeightGroup, weight: Weight) -> Tensor | None:
         """Take a published gradient back to the device, so that more can be added to it there; None if there is none.
 
-        Gradients of half-precision weights stay: what was published is rounded.
+        That of a half-precision weight is in float32.
         """
-        if not self.is_published(group, weight) or _is_half(weight.parameter.dtype):
+        if not self.is_published(group, weight):
             return None
         with torch.no_grad(), torch.inference_mode(False):
             gradient = self._books[group].gradients.pop(weight)
             weight.parameter.grad = None
-            return gradient.host.to(self.device.torch, non_blocking=True, copy=True)
+            wide = gradient.widened()
+            known = (gradient.host if wide is None else wide).to(self.device.torch, non_blocking=True, copy=True)
+            return known.float() if _is_half(known.dtype) else known
 
     def withdraw(self, group: WeightGroup, weights: Iterable[Weight]) -> dict[Weight, Tensor]:
         """Take gradients that were received back, instead of publishing them.
@@ -200,14 +203,15 @@ class Gradients:
 
     def _publish(self, book: Book, weight: Weight, gradient: Gradient, scale: float) -> None:
         host, master = gradient.host, weight.parameter
-        wide = gradient.wide = gradient.wide if gradient.version == host._version else None
+        wide = gradient.wide = gradient.widened()
         total = host if wide is None else wide
+        added = master.grad if gradient.withdrawn else None
         if scale != 1.0:
             total.mul_(scale)
-        if gradient.withdrawn and master.grad is not None:
-            total.add_(master.grad)
+        if added is not None:
+            total.add_(added)
             master.grad = None
-        if wide is not None:
+        if wide is not None and (scale != 1.0 or added is not None):
             host.copy_(wide)
         gradient.withdrawn = False
         if master.grad is None:
@@ -266,8 +270,8 @@ class Gradients:
             start = first.offset
             region = first.arena.flat[start : start + flat.numel() * dtype.itemsize].view(dtype)
         self.copied_bytes += region.numel() * dtype.itemsize
-        if run.add and _is_half(dtype):
-            self._add_wide(book, run.weights[0], first, flat, region)
+        if _is_half(dtype) and (run.add or flat.dtype.itemsize > dtype.itemsize):
+            self._move_wide(book, run, first, flat, region)
         elif not run.add and flat.dtype == dtype:
             region.copy_(flat, non_blocking=True)
         else:
@@ -279,10 +283,11 @@ class Gradients:
                 store=lambda buffer, _, host: host.copy_(buffer, non_blocking=True),
             )
 
-    def _add_wide(self, book: Book, weight: Weight, gradient: Gradient, flat: Tensor, region: Tensor) -> None:
-        known = gradient.wide is not None and gradient.version == gradient.host._version
+    def _move_wide(self, book: Book, run: _Run, gradient: Gradient, flat: Tensor, region: Tensor) -> None:
+        """Copy or add one weight's gradient to its region, and in float32 next to it."""
+        known = gradient.widened() is not None
         if gradient.wide is None:
-            gradient.wide = book.widen(weight)
+            gradient.wide = book.widen(run.weights[0])
 
         def store(buffer: Tensor, _: Tensor, wide: Tensor, narrow: Tensor) -> None:
             wide.copy_(buffer, non_blocking=True)
@@ -291,8 +296,8 @@ class Gradients:
         self._bounce.pass_through(
             torch.float32,
             (flat, as_vector(gradient.wide), region),
-            load=lambda buffer, _, wide, narrow: _load(buffer, wide if known else narrow),
-            act=lambda buffer, piece, *_: buffer.add_(piece),
+            load=(lambda buffer, _, wide, narrow: _load(buffer, wide if known else narrow)) if run.add else None,
+            act=lambda buffer, piece, *_: buffer.add_(piece) if run.add else buffer.copy_(piece),
             store=store,
         )
         gradient.version = gradient.host._version

@@ -104,6 +104,17 @@ def test_accumulation_on_top_of_microbatches_trains_the_same() -> None:
     compare(accumulate_grad_batches=2)
 
 
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+def test_accumulated_sums_of_half_precision_masters_are_rounded_once(gradients: str) -> None:
+    def run(microbatches: int) -> Any:
+        strategy = Chunked(n_microbatches=microbatches, gradients=gradients)
+        options: Any = {"accumulate_grad_batches": 6 // microbatches, "precision": "bf16-true"}
+        return fit(Classifier, strategy, train=lambda: loader(24, 2 * microbatches), **options)
+
+    found, expected = run(2), run(1)
+    assert_same(weights_and_state(found), weights_and_state(expected))
+
+
 class Skips(Classifier):
     """Trains on none of the rows of the middle one of three batches."""
 

@@ -53,6 +53,14 @@ def test_accumulated_batches_train_the_same(accumulate: str, precision: Any) -> 
     assert_trains_the_same({"accumulate": accumulate}, batches=2, precision=precision)
 
 
+def test_sums_of_half_precision_masters_are_rounded_once_wherever_they_are() -> None:
+    def run(accumulate: Any) -> Any:
+        strategy = pipeline("1f1b", devices=["cpu", "cpu"], accumulate=accumulate, **STREAMED)
+        return trained(strategy, 16, accumulate_grad_batches=3, precision="bf16-true", gradient_clip_val=0.5)[0]
+
+    assert_same_weights(run("gpu"), run("host"))
+
+
 def test_clipping_trains_the_same() -> None:
     assert_trains_the_same({}, gradient_clip_val=0.1)
 

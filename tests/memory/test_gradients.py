@@ -223,3 +223,28 @@ def test_a_scaled_half_precision_gradient_is_rounded_once():
     store.publish(0.7)
     assert (grads(made)[0] == (total * (0.7)).bfloat16()).all()
     assert (total.bfloat16() * (0.7)).bfloat16() != (total * (0.7)).bfloat16()
+
+
+@pytest.mark.parametrize("rounds", ["added on the way", "taken back"])
+def test_a_sum_that_is_wider_than_its_half_precision_master_is_added_to_before_it_is_rounded(rounds: str) -> None:
+    store, made = Gradients(CPU), group((4,), dtype=torch.bfloat16)
+    (weight,) = made.weights
+    total = torch.zeros(4)
+    for value in (1.003, 0.003, 0.003, 0.003):
+        known = store.recall(made, weight) if rounds == "taken back" else None
+        assert known is None or known.dtype == torch.float32
+        receive(store, made, value + (0.0 if known is None else float(known[0])), dtype=torch.float32)
+        store.finish()
+        total += value
+        assert (grads(made)[0] == total.bfloat16()).all()
+    assert total.bfloat16()[0] != 1.0
+
+
+def test_what_user_code_did_to_a_half_precision_gradient_is_what_is_taken_back() -> None:
+    store, made = Gradients(CPU), group((4,), dtype=torch.bfloat16)
+    receive(store, made, 1.003, dtype=torch.float32)
+    store.finish()
+    made.weights[0].parameter.grad.mul_(0.5)
+    known = store.recall(made, made.weights[0])
+    assert known is not None
+    assert (known == 0.5).all()
