@@ -18,7 +18,7 @@ from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
-from ramtorch_core.pricing import STATE_BYTES, costs, half_precision, step_cost
+from ramtorch_core.pricing import STATE_BYTES, costs, half_precision, planned_costs, step_cost
 from ramtorch_core.simulate import (
     Choice,
     ChunkCost,
@@ -56,6 +56,7 @@ __all__ = [
     "half_precision",
     "machine",
     "mean_loss",
+    "planned_costs",
     "predict",
     "predict_pipeline",
     "rates_of",
@@ -215,7 +216,7 @@ def _simulated(
     *,
     steps: int = 3,
 ) -> StreamingResult:
-    found = costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
+    found = planned_costs(calibration, plan)
     beside = step_cost(calibration, measured, train=plan.train)
     return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
 
@@ -230,8 +231,13 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
         ConfigurationError: nothing fits.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
-    found = costs(calibration, base.microbatches, optimizer=base.updates, clip=base.clip)
-    return choose(found, on or machine(calibration.rates), base=base, beside=step_cost(calibration, train=base.train))
+    return choose(
+        planned_costs(calibration, base),
+        on or machine(calibration.rates),
+        base=base,
+        beside=step_cost(calibration, train=base.train),
+        doubled=planned_costs(calibration, replace(base, microbatches=2 * base.microbatches)),
+    )
 
 
 def predict_pipeline(

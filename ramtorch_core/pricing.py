@@ -11,7 +11,7 @@ from ramtorch_core.memory.bounce import BOUNCE_BYTES
 from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
 from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 
-__all__ = ["STATE_BYTES", "costs", "half_precision", "step_cost"]
+__all__ = ["STATE_BYTES", "costs", "half_precision", "planned_costs", "step_cost"]
 
 STATE_BYTES = 8
 """Of AdamW, per trained parameter."""
@@ -41,6 +41,11 @@ def costs(
     ]
 
 
+def planned_costs(calibration: Calibration, plan: StreamingPlan) -> list[ChunkCost]:
+    """The simulator's costs of the chunks under a plan."""
+    return costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
+
+
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:
     """What a step costs beside its chunks.
 
@@ -62,7 +67,7 @@ def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *
     if peaks is None:
         return found
     plan = replace(measured or StreamingPlan(optimizer=Optimizer.OVERLAPPED), window=calibration.window, pin=0)
-    chunks = costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
+    chunks = planned_costs(calibration, plan)
     slots = min(plan.window, len(chunks)) * max(chunk.weight_bytes for chunk in chunks)
     base = max(0.0, peaks.before - slots)
     held, first, others = _held(chunks, plan)

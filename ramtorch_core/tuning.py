@@ -30,10 +30,10 @@ from ramtorch_core.prediction import Optimizer as Where
 from ramtorch_core.prediction import (
     StreamingPlan,
     calibrate,
-    costs,
     fitted,
     half_precision,
     machine,
+    planned_costs,
     seconds_alone,
     step_cost,
 )
@@ -217,9 +217,8 @@ def choose_for(
         ConfigurationError: nothing fits.
     """
 
-    def priced(measured: Calibration) -> list[ChunkCost]:
-        found = costs(measured, base.microbatches, optimizer=base.updates, clip=base.clip)
-        return [_spread(cost, steps_per_update) for cost in found]
+    def priced(found: Calibration, plan: StreamingPlan = base) -> list[ChunkCost]:
+        return [_spread(cost, steps_per_update) for cost in planned_costs(found, plan)]
 
     found, half = priced(calibration), half_precision(calibration)
     usable = device.usable_bytes()
@@ -233,6 +232,7 @@ def choose_for(
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
         resident=pins(len(found), most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
+        doubled=priced(calibration, replace(base, microbatches=2 * base.microbatches)),
         variants={} if half is None else {"precision='bf16-mixed', by half the copies alone,": priced(half)},
     )
 

@@ -148,6 +148,15 @@ def test_a_recommendation_fits_the_devices_memory() -> None:
     assert small.seconds >= choice.seconds
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_what_more_microbatches_would_buy_is_what_a_step_of_them_takes(clip: bool) -> None:
+    base = StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=clip)
+    choice = recommend(CALIBRATION, on=machine(RATES, gpu_bytes=200e6), base=base)
+    (offer,) = (offer for offer in choice.offers if "microbatches" in offer.change)
+    assert offer.plan.microbatches == 2
+    assert 2 * offer.seconds == predict(CALIBRATION, offer.plan).seconds
+
+
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
     rates = replace(RATES, device_update=1e-9)  # casts and sums of gradients take no time
     even = replace(CALIBRATION, rates=rates, chunks=(CHUNK,) * 4, outside=0.0)

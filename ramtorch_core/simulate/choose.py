@@ -91,6 +91,7 @@ def choose(
     resident: Sequence[int | tuple[int, ...]] | None = None,
     checkpoint: Sequence[bool] = (False, True),
     offers: bool = True,
+    doubled: Sequence[ChunkCost] | None = None,
     variants: Mapping[str, Sequence[ChunkCost]] = MappingProxyType({}),
 ) -> Choice:
     """The fastest plan whose peak fits into `machine.gpu_bytes`.
@@ -103,6 +104,7 @@ def choose(
         beside: what a step costs that is in no chunk.
         resident: sets of chunks to compare; None for all of those counts.
         offers: also simulate what more memory and more microbatches would buy.
+        doubled: what the chunks cost with twice the microbatches; by default the same per microbatch.
         variants: changes in words -> what the chunks would cost then; they are offered too.
 
     Raises:
@@ -114,7 +116,7 @@ def choose(
     best, simulated = _search(chunks, machine, base, beside, knobs)
     plan, result = best
     found: list[Offer] = []
-    for change, others, there, what in _changes(chunks, machine, base, variants) if offers else ():
+    for change, others, there, what in _changes(chunks, doubled or chunks, machine, base, variants) if offers else ():
         with contextlib.suppress(ConfigurationError):  # it would not fit
             (other, its), count = _search(others, there, what, beside, knobs)
             simulated += count
@@ -133,7 +135,11 @@ def choose(
 
 
 def _changes(
-    chunks: Sequence[ChunkCost], machine: Machine, base: StreamingPlan, variants: Mapping[str, Sequence[ChunkCost]]
+    chunks: Sequence[ChunkCost],
+    doubled: Sequence[ChunkCost],
+    machine: Machine,
+    base: StreamingPlan,
+    variants: Mapping[str, Sequence[ChunkCost]],
 ) -> Iterator[tuple[str, Sequence[ChunkCost], Machine, StreamingPlan]]:
     """What might be changed, in words, and what would be simulated then."""
     if machine.gpu_bytes is not None:
@@ -141,7 +147,7 @@ def _changes(
             larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
             yield f"{factor:g} times the GPU memory ({factor * machine.gpu_bytes / 1e9:.1f} GB)", chunks, larger, base
     twice = replace(base, microbatches=2 * base.microbatches)
-    yield f"{twice.microbatches} microbatches instead of {base.microbatches}", chunks, machine, twice
+    yield f"{twice.microbatches} microbatches instead of {base.microbatches}", doubled, machine, twice
     for change, others in variants.items():
         yield change, others, machine, base
 
