@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ramtorch_core.engine.dtypes import StreamDtypes
-from ramtorch_core.engine.pipeline.runner import check_device_weights
+from ramtorch_core.engine.pipeline.given import check_device_weights
 from ramtorch_core.engine.update_places import UpdateSpec, check_updates
 from ramtorch_core.engine.visits import Activations
 from ramtorch_core.errors import ConfigurationError, check_choice, check_number, shown

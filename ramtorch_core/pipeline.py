@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ramtorch_core.checks import check_list, check_modules, check_options
+from ramtorch_core.engine.pipeline.balance import Balance
 from ramtorch_core.engine.pipeline.executor import StepResult
 from ramtorch_core.engine.pipeline.runner import (
     PipelineRunner,
@@ -205,6 +206,8 @@ class PipelineModel(nn.Module):
         model: any module that runs its parts in the order of their registration, or as `split_spec` says.
         example: one microbatch; if given, one forward checks that every stage is entered once and in order.
         devices: in the order of the stages.
+        balance: what the automatic cut balances: "parameters", "memory" with gradients and two moments, or "time": the
+            third step is timed, and the model is cut anew after it if that makes the slowest stage faster.
         device_weights: relative speed of the devices, for the automatic cut.
         split_spec: the names of the modules that begin stages 1, 2, ..., instead of the automatic cut.
         window: slots on each device, through which the chunks of its stages stream from RAM; None: nothing streams.
@@ -223,6 +226,7 @@ class PipelineModel(nn.Module):
         example: Any = None,
         *,
         devices: Sequence[torch.device | str | int],
+        balance: Balance = "parameters",
         device_weights: Sequence[float] | None = None,
         split_spec: Sequence[str] | None = None,
         window: int | None = None,
@@ -234,7 +238,8 @@ class PipelineModel(nn.Module):
         super().__init__()
         self.model = model
         stream = None if window is None else stream_options(window, pin, activations, accumulate)
-        runner = PipelineRunner(model, devices, stages=split_spec, device_weights=device_weights, stream=stream)
+        how: dict[str, Any] = {"balance": balance, "device_weights": device_weights, "stream": stream}
+        runner = PipelineRunner(model, devices, stages=split_spec, **how)
         self._steps, self._auto = Steps(model, runner, autocast), AutoSchedule(runner)
         if example is not None:
             try:

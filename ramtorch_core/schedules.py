@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramtorch_core.advice import advising_pipeline
-from ramtorch_core.engine.laps import within
+from ramtorch_core.engine.laps import op_seconds
 from ramtorch_core.engine.pipeline.executor import StepResult
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, ScheduleSpec, plan_schedule
 from ramtorch_core.engine.pipeline.step import Root
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import FOR_STAGE, Kind, Listener, Range
+from ramtorch_core.memory.ranges import Kind, Listener, Range
 from ramtorch_core.plan.check import peak_activations
-from ramtorch_core.plan.schedule import Op, Schedule
+from ramtorch_core.plan.schedule import Schedule
 from ramtorch_core.simulate import ChunkCost, PipelinePlan, simulate_pipeline
 from ramtorch_core.tuning import USABLE, WARM_UP
 
@@ -56,8 +56,8 @@ class _Timed:
 class AutoSchedule:
     """Chooses the schedule of one runner.
 
-    The steps that are timed are the first two after the warm-up: one runs 1F1B, the other one splits its backward, if
-    it finds room. Only steps of several microbatches count.
+    The steps that are timed are the first two after the warm-up, which begins when stages are settled: one runs 1F1B,
+    the other one splits its backward, if it finds room. Only steps of several microbatches count.
 
     Args:
         gpu_memory: bytes that may be used of each device; by default what is free.
@@ -93,8 +93,9 @@ class AutoSchedule:
             if not isinstance(spec, str) or spec != AUTO:
                 yield spec
             elif self.done or self._steps < WARM_UP:
+                settled = self._runner.settled
                 yield self
-                self._steps += self._microbatches > 1
+                self._steps += self._microbatches > 1 and settled
             else:
                 with self._timing():
                     yield self
@@ -220,12 +221,9 @@ class AutoSchedule:
         lanes: list[list[Range]] = []
         for listener in listeners:
             ended = listener.collect()
-            waits = [each for each in ended if each.kind is Kind.STALL and each.what == FOR_STAGE]
             lanes.append([each for each in ended if each.kind is Kind.OP])
-            for each in lanes[-1]:
-                assert isinstance(each.what, Op)
-                waited = sum(wait.seconds for wait in waits if within(wait, each))
-                seconds[each.what.stage, each.what.kind].append(max(0.0, each.seconds - waited))
+            for op, taken in op_seconds(ended):
+                seconds[op.stage, op.kind].append(taken)
         first = sorted(lanes[0], key=lambda each: each.begun)
         makespan = max(each.end.seconds_since(first[0].start) for each in first)
         devices: list[Device] = self._runner.devices

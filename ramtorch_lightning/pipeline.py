@@ -69,7 +69,8 @@ class PipelineStrategy(MicrobatchedStrategy):
         stages: where stages begin: the names of the modules that begin stages 1, 2, ..., the modules, or a function
             that finds them. None: `configure_stages()` of the LightningModule if it has one, else a balanced split of
             modules in the order of their registration.
-        balance: what the automatic split balances: "parameters", or "memory" with gradients and optimizer state.
+        balance: what the automatic split balances: "parameters", "memory" with gradients and optimizer state, or
+            "time": the third batch is timed, and the stages are cut anew after it if that makes the slowest one faster.
         device_weights: relative speed of the devices, for the automatic split.
         window: slots on each device, through which the chunks of its stages stream from RAM; None: nothing streams.
         pin: how many chunks of each device stay on it, or their names, with `window`.
@@ -101,7 +102,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         schedule: ScheduleSpec = "staggered_1b1f",
         n_microbatches: int = 4,
         stages: StageSpec = None,
-        balance: Literal["parameters", "memory"] = "parameters",
+        balance: Literal["parameters", "memory", "time"] = "parameters",
         device_weights: list[float] | None = None,
         window: int | None = None,
         pin: int | list[str] = 0,
@@ -121,7 +122,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._configure_microbatches(n_microbatches, split_fn)
         check_choice("evaluate", evaluate, ("pipelined", "whole"))
-        check_choice("balance", balance, ("parameters", "memory"))
+        check_choice("balance", balance, ("parameters", "memory", "time"))
         if device_weights is not None:
             check_device_weights(device_weights)
         self._devices = None if devices is None else resolve_devices(devices)
@@ -240,6 +241,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         assert module is not None
         assert self._devices is not None
         configure = getattr(module, "configure_stages", None)
+        say = lambda message: rank_zero_info(f"PipelineStrategy: {message}")
         self._runner = PipelineRunner(
             module,
             [device.torch for device in self._devices],
@@ -249,8 +251,8 @@ class PipelineStrategy(MicrobatchedStrategy):
             device_weights=self._device_weights,
             aside=lambda submodule: isinstance(submodule, Metric),
             stream=self._stream_options(module),
+            say=say,
         )
-        say = lambda message: rank_zero_info(f"PipelineStrategy: {message}")
         auto = AutoSchedule(self._runner, self._gpu_memory, say) if self._auto_schedule else None
         self._scheduled = None if auto is None else ScheduledRunner(self._runner, auto)
         for submodule in module.modules():

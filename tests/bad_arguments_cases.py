@@ -101,7 +101,7 @@ SENSIBLE: dict[str, list[Any]] = {
     "schedule": [*SCHEDULES, "auto", *SCHEDULES.values(), build("gpipe", 2, 2)],
     "stages": [None, ["net.blocks.1"], ["net.blocks.2", "net.blocks.1"], ["net.blocks.1", "net.head"]],
     "split_spec": [None, ["0.1"], ["1"], ["0.1", "1"]],
-    "balance": ["parameters", "memory"],
+    "balance": ["parameters", "memory", "time"],
     "device_weights": [None, [1.0, 2.0], [1.0]],
     "evaluate": ["pipelined", "whole"],
     "device": ["cpu"],

@@ -7,11 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ramtorch_core.memory.ranges import Kind, Range
+from ramtorch_core.memory.ranges import FOR_STAGE, Kind, Range
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.plan.itinerary import Direction, Visit
+from ramtorch_core.plan.schedule import Op
 
-__all__ = ["Compute", "Lap", "compute_of", "read_visits", "read_waits", "within"]
+__all__ = ["Compute", "Lap", "compute_of", "op_seconds", "read_visits", "read_waits", "within"]
 
 
 @dataclass(slots=True)
@@ -45,6 +46,12 @@ class Compute:
     forward: float
     recompute: float
     backward: float
+
+
+def op_seconds(ended: Sequence[Range]) -> list[tuple[Op, float]]:
+    """The ops of a pipeline among the ranges of one device, with their seconds, without waits for other stages."""
+    waits = [each for each in ended if each.kind is Kind.STALL and each.what == FOR_STAGE]
+    return [(each.what, _compute(each, waits)) for each in ended if isinstance(each.what, Op)]
 
 
 def read_waits(ended: Sequence[Range], *, asynchronous: bool) -> list[Range]:

@@ -49,12 +49,18 @@ def deterministic() -> Any:
 
 
 def compare(
-    model: Chain, schedule: str, dtype: torch.dtype | None, slow: bool = False, stream: StreamOptions | None = None
+    model: Chain,
+    schedule: str,
+    dtype: torch.dtype | None,
+    slow: bool = False,
+    stream: StreamOptions | None = None,
+    steps: int = 3,
+    **options: Any,
 ) -> None:
     reference = copy.deepcopy(model).to("cuda:0")
-    runner = PipelineRunner(model, [0, 1], schedule=schedule, stream=stream)
+    runner = PipelineRunner(model, [0, 1], schedule=schedule, stream=stream, **options)
     try:
-        for step in range(3):
+        for step in range(steps):
             items = [tuple(t.to("cuda:0") for t in item) for item in batches(5, 3, seed=step)]
             for p in reference.parameters():
                 p.grad = None
@@ -129,6 +135,25 @@ class Late(Chain):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_weight_that_is_registered_late_and_used_early(schedule: str) -> None:
     compare(Late(), schedule, torch.bfloat16, slow=True)
+
+
+class Uneven(Chain):
+    """Its last blocks work more often than the others; how long that takes decides where stages begin."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            for _ in range(20 * (index > 5)):
+                x = torch.tanh(x @ x.T @ x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["staggered_1b1f", "zb_h1", "zbv"])
+@pytest.mark.parametrize("stream", [None, StreamOptions(1, chunks="blocks.*", resident_below=0, poison=True)])
+def test_stages_that_are_cut_anew_by_time(schedule: str, stream: StreamOptions | None) -> None:
+    said: list[str] = []
+    compare(Uneven(8), schedule, None, stream=stream, steps=6, balance="time", say=said.append)
+    assert sum("cut by time" in text for text in said) == 1
 
 
 def test_the_automatic_schedule_is_chosen_and_changes_no_bit() -> None:

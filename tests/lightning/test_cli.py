@@ -140,7 +140,7 @@ def test_devices_come_from_the_strategy_or_the_trainer() -> None:
         ["offload", "resident_below=0", "stream_dtype=torch.float32", "host_memory=10000000"],
         ["pipeline", "devices=[cpu,cpu]", "schedule=gpipe", "stages=[layers.3]", "evaluate=whole"],
         ["pipeline", "devices=[cpu,cpu]", "window=2", "pin=[layers.1]", "chunks=[layers.*]", "activations=keep"],
-        ["pipeline", "devices=[cpu,cpu]", "device_weights=[2,1]", "balance=memory", "n_microbatches=2"],
+        ["pipeline", "devices=[cpu,cpu]", "device_weights=[2,1]", "balance=time", "n_microbatches=2"],
     ],
     ids=lambda arguments: " ".join(arguments),
 )
@@ -170,7 +170,7 @@ WRONG = [
     ("pipeline", "schedule=2f2b", "staggered_1b1f"),
     ("pipeline", "devices=2", "list[int], list[str]"),
     ("pipeline", "devices=[mps:0]", "use 'cpu' or 'cuda:<index>'"),
-    ("pipeline", "balance=time", "'parameters', 'memory'"),
+    ("pipeline", "balance=speed", "'parameters', 'memory'"),
     ("pipeline", "device_weights=fast", "list[float]"),
     ("pipeline", "n_microbatches=none", "int"),
     ("pipeline", "window=0", "at least 1 slot is needed"),

@@ -335,6 +335,16 @@ def test_the_stage_table_is_available_and_logged(caplog: pytest.LogCaptureFixtur
         pipeline().stage_table()
 
 
+def test_stages_are_timed_in_the_third_batch_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With one schedule and with the choice of one, which comes afterwards."""
+    for options in ({}, {"schedule": "auto"}, {"window": 1, "resident_below": 0}):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            compare(Model(), pipeline(balance="time", **options), max_epochs=5)
+        (message,) = [text for text in caplog.messages if "cut by time" in text]
+        assert "begins at" in message
+
+
 def test_stages_named_by_the_module_are_honoured() -> None:
     class Configured(Model):
         def configure_stages(self) -> list[Any]:

@@ -2,8 +2,9 @@
 
 | file | holds |
 | --- | --- |
+| `given.py` | devices, schedules and weights as users give them |
 | `stages.py`, `balance.py` | which module starts which stage, and the home of every parameter and buffer; even cuts |
-| `running_order.py` | in which order modules are called, which both may follow |
+| `running_order.py`, `timing.py` | in which order modules are called, and how long they take, which both may follow |
 | `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order; user code in one thread |
 | `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
 | `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |

@@ -1,7 +1,7 @@
 """Where stages begin if nobody says so: the most even cuts between modules."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -23,7 +23,7 @@ StageSpec: TypeAlias = Sequence[str | nn.Module] | Callable[[nn.Module], Sequenc
 """The modules whose entry begins stages 1, 2, ..., or their names; a function that finds them; None: balanced."""
 
 Cost: TypeAlias = Callable[[nn.Parameter], float]
-Balance: TypeAlias = Literal["parameters", "memory"]
+Balance: TypeAlias = Literal["parameters", "memory", "time"]
 _Piece: TypeAlias = tuple[str, nn.Module]
 
 
@@ -37,7 +37,8 @@ def memory_cost(parameter: nn.Parameter) -> float:
     return parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
 
 
-_COSTS = {"parameters": parameter_cost, "memory": memory_cost}
+_COSTS = {"parameters": parameter_cost, "memory": memory_cost, "time": parameter_cost}
+"""Of balances; that of time is for steps before one was timed."""
 
 
 def find_stages(
@@ -47,15 +48,16 @@ def find_stages(
     balance: Balance,
     weights: Sequence[float] | None,
     order: RunningOrder,
+    seconds: Mapping[int, float] | None = None,
 ) -> StageMap:
-    """The stages that `chosen` says, or balanced ones; `weights` and `count` are of stages.
+    """The stages that `chosen` says, or balanced ones; `weights` and `count` are of stages, `seconds` of modules.
 
     Raises:
         ConfigurationError: cuts that cannot begin stages, too few of them, or too few modules.
     """
     if chosen is None:
         check_choice("balance", balance, _COSTS)
-        return balanced_entries(root, count, weights, _COSTS[balance], order)
+        return balanced_entries(root, count, weights, _COSTS[balance], order, seconds)
     function = callable(chosen) and not isinstance(chosen, type | nn.Module)
     entries: Any = chosen(root) if function else chosen  # type: ignore[operator]
     if isinstance(entries, str) or not isinstance(entries, Sequence):
@@ -71,6 +73,7 @@ def balanced_entries(
     weights: Sequence[float] | None = None,
     cost: Cost = parameter_cost,
     order: RunningOrder = AS_REGISTERED,
+    seconds: Mapping[int, float] | None = None,
 ) -> StageMap:
     """The most even stages for modules that run in the order of their registration, or in another that was seen.
 
@@ -82,13 +85,15 @@ def balanced_entries(
         weights: relative speed of the stages' devices.
         cost: of one parameter. One that several modules share counts where the first of them runs, and what is never
             called counts nowhere.
+        seconds: instead, what each module costs by its `id`, from its call to the next call of any module, on a device
+            whose weight is 1.
 
     Raises:
         ConfigurationError: the module has too few parts.
     """
     if stages == 1:
         return StageMap(root, (), order)
-    line = _Line(root, cost, order)
+    line = _Line(root, cost, order, seconds)
     pieces = _children("", root)
     best: tuple[float, list[_Piece]] | None = None
     while True:
@@ -122,7 +127,7 @@ def balanced_entries(
 class _Line:
     """The modules of `root` in running order, and what they cost up to each."""
 
-    def __init__(self, root: nn.Module, cost: Cost, order: RunningOrder) -> None:
+    def __init__(self, root: nn.Module, cost: Cost, order: RunningOrder, seconds: Mapping[int, float] | None) -> None:
         modules = order.modules(root)
         self._places = {id(module): place for place, module in enumerate(modules)}
         self._before = [0.0]
@@ -130,7 +135,8 @@ class _Line:
         for module in modules:
             fresh = [p for p in module.parameters(recurse=False) if id(p) not in seen]
             seen.update(map(id, fresh))
-            self._before.append(self._before[-1] + (sum(map(cost, fresh)) if id(module) in used else 0.0))
+            counted = sum(map(cost, fresh)) if id(module) in used else 0.0
+            self._before.append(self._before[-1] + (counted if seconds is None else seconds.get(id(module), 0.0)))
 
     def sort(self, pieces: Sequence[_Piece]) -> list[_Piece]:
         """The pieces in running order, each once, without those that are part of others."""

@@ -7,36 +7,36 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ramtorch_core.engine.observe import is_compiled
-from ramtorch_core.engine.pipeline.balance import Balance, StageSpec, find_stages
+from ramtorch_core.engine.pipeline.balance import WORTH_OPENING, Balance, StageSpec, find_stages
 from ramtorch_core.engine.pipeline.executor import Executor, StepResult
-from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, Observed, optimizers_follow
+from ramtorch_core.engine.pipeline.given import ScheduleSpec, plan_schedule, resolve_devices, stage_weights
+from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, Observed, RunningOrder, optimizers_follow
 from ramtorch_core.engine.pipeline.stages import StageMap, StageRow, format_stage_rows, place
 from ramtorch_core.engine.pipeline.step import Root, out_of_order
 from ramtorch_core.engine.pipeline.streamed import StreamedStages, StreamOptions
-from ramtorch_core.errors import ConfigurationError, StageOrderError, shown
-from ramtorch_core.memory.device import Device
-from ramtorch_core.plan.check import check
-from ramtorch_core.plan.schedule import Schedule, build, forward_only, one_by_one
+from ramtorch_core.engine.pipeline.timing import ModuleTimes, slowest
+from ramtorch_core.errors import ConfigurationError, StageOrderError
+from ramtorch_core.plan.schedule import Schedule, forward_only, one_by_one
 
 __all__ = ["PipelineRunner", "ScheduleSpec", "StageSpec", "format_stage_rows", "plan_schedule", "resolve_devices"]
 
 log = logging.getLogger(__name__)
+
+TIMED_STEP = 2
+"""Which step is timed, from 0: the first shows the running order, and the second has everything allocated."""
 
 WORTH_CUTTING_ANEW = 0.05
 """Share of the weights' bytes away from where they run at which stages follow the running order."""
 
 STILL_EVEN = 1.5
 """Largest stage over what it would be otherwise up to which stages begin where an evaluation enters them in turn."""
-
-ScheduleSpec: TypeAlias = str | Schedule | Callable[[int, int], Schedule]
-"""A name, a schedule for one number of microbatches, or a function of (devices, microbatches)."""
 
 
 class PipelineRunner:
@@ -52,10 +52,12 @@ class PipelineRunner:
         devices: one per pipeline device, in the order of the stages; the CPU may be given several times.
         stages: where stages begin. None: balanced automatically.
         schedule: the default schedule.
-        balance: what is balanced: numbers of parameters, or bytes with gradients and two moments.
+        balance: what is balanced: numbers of parameters, bytes with gradients and two moments, or time: then stages are
+            cut by parameters first, the third training step is timed, and they are cut anew after it.
         device_weights: relative speed, or size, of each device.
         aside: submodules for which it is true stay where they are (metrics, for example).
         stream: let the chunks of every stage stay in RAM and stream through a window on its device.
+        say: takes what is told of stages that were cut anew, where that is no reason to worry.
 
     Raises:
         ConfigurationError: duplicate or unknown devices, cuts that cannot begin a stage, too few modules.
@@ -73,6 +75,7 @@ class PipelineRunner:
         device_weights: Sequence[float] | None = None,
         aside: Callable[[nn.Module], bool] = lambda module: False,
         stream: StreamOptions | None = None,
+        say: Callable[[str], None] = lambda message: log.info("%s", message),
     ) -> None:
         self.devices = resolve_devices(devices)
         self.schedule = schedule
@@ -80,9 +83,15 @@ class PipelineRunner:
         self._fixed_logged = False
         placement = plan_schedule(schedule, len(self.devices), 1).placement
         self.stage_devices = [self.devices[d] for d in placement]
-        weights = _stage_weights(device_weights, placement, len(self.devices))
-        self._find = functools.partial(find_stages, root, stages, len(placement), balance, weights)
-        self._aside, self._stream, self._automatic = aside, stream, stages is None
+        weights = stage_weights(device_weights, placement, len(self.devices))
+        self._cut = functools.partial(find_stages, root, stages, len(placement), balance, weights)
+        self._speeds = weights or [1.0] * len(placement)
+        self._by_time = stages is None and balance == "time" and len(placement) > 1 and not is_compiled(root)
+        if stages is None and balance == "time" and is_compiled(root):
+            log.warning("balance='time': parts of the model are compiled and cannot be timed: parameters are counted")
+        self._seconds: dict[int, float] | None = None
+        self._steps = 0
+        self._aside, self._stream, self._automatic, self._say = aside, stream, stages is None, say
         self.streamed: StreamedStages | None = None
         self._following: list[RemovableHandle] = []
         self._settle(self._find(AS_REGISTERED))
@@ -92,6 +101,11 @@ class PipelineRunner:
     def root_device(self) -> torch.device:
         """The device of the last stage, where loss and labels belong."""
         return self.stage_devices[-1].torch
+
+    @property
+    def settled(self) -> bool:
+        """Whether stages stay as they are, as far as is known: no training step is still to be timed for them."""
+        return not self._by_time or self._seconds is not None
 
     def stage_table(self) -> list[StageRow]:
         """One row per stage."""
@@ -117,11 +131,21 @@ class PipelineRunner:
         """Forward and backward of all microbatches, by default in the order of `plan`; see `Executor.run`."""
         self._follow_tree()
         plan = schedule or self.plan(len(inputs))
+        due = not self.settled and self._steps >= TIMED_STEP
+        times = ModuleTimes(self.stages, self.stage_devices, self._speeds) if due else None
+        timing = contextlib.nullcontext(function) if times is None else times.around(function)
         streaming = contextlib.nullcontext() if self.streamed is None else self.streamed.step(len(inputs))
-        with self._observed.run(True) as first, streaming as finish:
+        with self._observed.run(True) as first, timing as called, streaming as finish:
             more = {"root": root, "accumulate": accumulate, "finish": finish}
-            result = self._run(function, inputs, plan, first, step=step, **more)
-        return self._follow_step(result) if first else result
+            result = self._run(called, inputs, plan, first, step=step, **more)
+        self._steps += 1
+        if times is not None:
+            self._follow_times(times.seconds)
+        elif first:
+            self._follow_step()
+        else:
+            return result
+        return replace(result, gradients={p: gradient.to(p.device) for p, gradient in result.gradients.items()})
 
     def evaluate(self, function: Callable[[Any], Any], inputs: Sequence[Any], *, step: int = 0) -> list[Any]:
         """The outputs of `function` for all microbatches, without backward."""
@@ -174,6 +198,9 @@ class PipelineRunner:
             return Observed(self.stages.root, ())
         return Observed(self.stages.root, (True, False) if self._automatic else (True,))
 
+    def _find(self, order: RunningOrder) -> StageMap:
+        return self._cut(order, self._seconds)
+
     def _replace(self, stages: StageMap) -> None:
         before = {parameter: parameter.device for owned in self.stages.owned for parameter in owned}
         self._executor.close()
@@ -185,9 +212,10 @@ class PipelineRunner:
     def _follow_tree(self) -> None:
         """Cut the stages anew where user code has put other modules into the tree, whose weights nobody knows."""
         if self.stages.outdated():
+            self._seconds, self._steps = None, 0
             self._replace(self._find(AS_REGISTERED))
             self._observed = self._observer()
-            log.info("the model has other modules than before:\n%s", self._shown())
+            self._say(f"the model has other modules than before:\n{self._shown()}")
 
     def _find_anew(self) -> StageMap:
         """The stages for the running order; an evaluation counts unless they become uneven by it."""
@@ -209,15 +237,30 @@ class PipelineRunner:
         if stages.out_of_turn(order) is not None:
             raise StageOrderError(clash[0], out_of_order(*clash))
         self._replace(stages)
-        log.info("an evaluation entered stages out of turn, so they begin elsewhere:\n%s", self._shown())
+        self._say(f"an evaluation entered stages out of turn, so they begin elsewhere:\n{self._shown()}")
 
-    def _follow_step(self, result: StepResult) -> StepResult:
-        """Let the stages follow the running order, if that is another one; returns the result at its new places."""
+    def _follow_times(self, seconds: dict[int, float]) -> None:
+        """Cut the stages anew if that makes the slowest one faster."""
+        self._seconds = seconds
+        stages, now = self.stages, slowest(self.stages, seconds, self._speeds)
+        with contextlib.suppress(ConfigurationError):
+            stages = self._find_anew()
+        then = slowest(stages, seconds, self._speeds)
+        if then < now * WORTH_OPENING:
+            self._replace(stages)
+        share = sum(seconds.values()) / sum(self._speeds)
+        self._say(
+            f"the slowest stage computes {now:.4g} s per step; cut by time it would be {then:.4g} s, and {share:.4g} s "
+            f"with equal ones:\n{self._shown()}"
+        )
+
+    def _follow_step(self) -> None:
+        """Let the stages follow the running order, if that is another one."""
         order = self._observed.order(evaluated=False)
         away, clash = self.stages.away(order), self.stages.out_of_turn(order)
         astray = self.streamed is not None and self.streamed.out_of_place(order)
         if not (away >= WORTH_CUTTING_ANEW or astray or clash or self.stages.never_entered(order)):
-            return result
+            return
         try:
             stages = self._find_anew()
         except ConfigurationError as error:  # too few modules are called, and called once, to begin stages
@@ -242,7 +285,6 @@ class PipelineRunner:
                 100 * away,
                 self._shown(),
             )
-        return replace(result, gradients={p: gradient.to(p.device) for p, gradient in result.gradients.items()})
 
     def _shown(self) -> str:
         return format_stage_rows(self.stage_table())
@@ -261,75 +303,3 @@ class PipelineRunner:
                 microbatches,
             )
         return one_by_one(fixed.placement, microbatches)
-
-
-def plan_schedule(spec: ScheduleSpec, devices: int, microbatches: int) -> Schedule:
-    """The checked schedule that `spec` means for so many devices; a fixed schedule as it is.
-
-    Raises:
-        ConfigurationError: an unknown name, or a schedule for another number of devices.
-        PlanError: a schedule that cannot run.
-    """
-    if isinstance(spec, Schedule):
-        schedule = spec
-    elif isinstance(spec, str):
-        schedule = build(spec, devices, microbatches)
-    else:
-        schedule = _made(spec, devices, microbatches)
-    if schedule.devices != devices:
-        raise ConfigurationError(
-            f"schedule {schedule.name!r} is for {schedule.devices} devices, but {devices} are given"
-        )
-    check(schedule)
-    return schedule
-
-
-def _made(spec: Any, devices: int, microbatches: int) -> Schedule:
-    """The schedule that a function makes."""
-    what = f"schedule={shown(spec)}"
-    if callable(spec) and not isinstance(spec, type | nn.Module):
-        schedule = spec(devices, microbatches)
-        if isinstance(schedule, Schedule):
-            if schedule.microbatches != microbatches:
-                made = f"the function made {schedule.name!r} for {schedule.microbatches} microbatches"
-                raise ConfigurationError(f"schedule: {made} when it was asked for {microbatches}")
-            return schedule
-        what = f"schedule: the function returned {shown(schedule)}"
-    raise ConfigurationError(f"{what}; a name, a Schedule, or a function that makes one is needed")
-
-
-def resolve_devices(devices: Sequence[torch.device | str | int]) -> list[Device]:
-    """The devices, checked. Raises `ConfigurationError` for none, unknown ones, or a GPU given twice."""
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise ConfigurationError(f"devices={shown(devices)}: give a list, devices=[0, 1] or devices=['cpu', 'cpu']")
-    if not devices:
-        raise ConfigurationError("a pipeline needs at least one device: devices=[0, 1] or devices=['cpu', 'cpu']")
-    try:
-        resolved = [Device(device) for device in devices]
-    except ConfigurationError as error:
-        raise ConfigurationError(f"devices: {error}") from None
-    names = [str(device.torch) for device in resolved]
-    for name in names:
-        if names.count(name) > 1 and name != "cpu":
-            raise ConfigurationError(f"device {name} is given {names.count(name)} times: every stage needs its own GPU")
-    return resolved
-
-
-def check_device_weights(weights: Any) -> None:
-    """Refuse what cannot be relative speeds.
-
-    Raises:
-        ConfigurationError: no list of positive, finite numbers.
-    """
-    speeds = isinstance(weights, Sequence) and all(isinstance(weight, int | float) for weight in weights)
-    if not speeds or not all(0 < weight < float("inf") for weight in weights):
-        raise ConfigurationError(f"device_weights={shown(weights)}: give positive, finite numbers, one for each device")
-
-
-def _stage_weights(weights: Sequence[float] | None, placement: Sequence[int], devices: int) -> list[float] | None:
-    if weights is None:
-        return None
-    check_device_weights(weights)
-    if len(weights) != devices:
-        raise ConfigurationError(f"{len(weights)} device_weights for {devices} devices: give one for each")
-    return [weights[device] for device in placement]
