@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ramtorch_core.errors import StageOrderError
 from ramtorch_core.pipeline import PipelineRunner
 
 __all__ = ["evaluate_pipelined", "evaluate_whole"]
@@ -26,6 +27,9 @@ def evaluate_pipelined(
         return runner.evaluate(step, inputs, step=number)
     except _GraphNeeded:
         return None
+    except StageOrderError as error:
+        error.args = (f"{error}, or leave batches of evaluations whole: PipelineStrategy(evaluate='whole')",)
+        raise
     finally:
         for hook in hooks:
             hook.remove()

@@ -48,7 +48,10 @@ def test_training_with_validation_equals_one_device(kind: Any, options: dict[str
         torch.testing.assert_close(trainer.callback_metrics[name], expected.callback_metrics[name])
 
 
-def test_a_validation_that_runs_the_model_twice_is_refused_in_the_sanity_check_and_works_whole() -> None:
-    with pytest.raises(StageOrderError, match="once per forward"):
-        fit(Again(), pipeline(), 16)
+def test_a_validation_that_runs_the_model_twice_is_refused_with_both_remedies_and_works_whole() -> None:
+    for sanity in (0, 2):
+        with pytest.raises(
+            StageOrderError, match=r"once per forward.*stages=\[.*PipelineStrategy\(evaluate='whole'\)$"
+        ):
+            fit(Again(), pipeline(), 16, num_sanity_val_steps=sanity)
     fit(Again(), PipelineStrategy(devices=["cpu"] * 4, evaluate="whole"), 16)
