@@ -58,7 +58,8 @@ def single(work: Work) -> dict[str, Any]:
                 loss = loss_function(model(inputs), targets) / work.microbatches
             loss.backward()
             total += loss.detach()
-        optimizer.step()
+        if work.learn:
+            optimizer.step()
         optimizer.zero_grad()
         return total
 
@@ -88,10 +89,11 @@ def ours(name: str, work: Work) -> dict[str, Any]:
     def step() -> Tensor:
         with torch.autocast(**work.autocast):
             result = runner.train(training_step, items, lambda loss, _: (loss / count, None))
-        for parameter, gradient in result.gradients.items():
-            parameter.grad = gradient if work.learn else None
-        optimizer.step()
-        optimizer.zero_grad()
+        if work.learn:
+            for parameter, gradient in result.gradients.items():
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
         return torch.stack(result.outputs).mean()
 
     for streamer in runner.streamed.streamers if runner.streamed is not None else ():

@@ -51,12 +51,15 @@ class TransferPlan:
 
 
 def farthest_next_use(states: Sequence[SlotState]) -> int:
-    """Evict what is needed again last, which is optimal when the future is known (L. A. Belady, 1966, MIN).
+    """Evict what is needed again last, as L. A. Belady's MIN (1966), but never what the visit just before used.
 
-    Among chunks that are never needed again the one used longest ago goes first: its slot is free the earliest, so the
-    copy has the longest time to overlap compute.
+    That slot would be free only when the copy is needed, so that nothing could hide the copy; where passes in one
+    direction follow each other, MIN would choose it each time. Of all rules that spare it, this one needs the fewest
+    copies. Among chunks that are never needed again the one used longest ago goes first: its slot is free the earliest.
     """
-    return max(states, key=lambda state: (state.next_use, -state.last_use, -state.slot)).slot
+    latest = max(state.last_use for state in states)
+    free = [state for state in states if state.last_use < latest] or states
+    return max(free, key=lambda state: (state.next_use, -state.last_use, -state.slot)).slot
 
 
 def plan_transfers(itinerary: Sequence[Visit], slots: int, evict: EvictionRule = farthest_next_use) -> TransferPlan:

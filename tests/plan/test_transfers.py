@@ -1,4 +1,4 @@
-"""Transfers are valid for every itinerary, and never more than with least-recently-used eviction."""
+"""Transfers are valid for every itinerary, can overlap a visit, and are then the fewest that are possible."""
 
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ def least_recently_used(states: list[SlotState]) -> int:
 
 
 def fewest(itinerary: tuple[Visit, ...], slots: int) -> int:
-    """By trying every eviction."""
-    states = {frozenset[int](): 0}
+    """By trying every eviction but that of what the visit just before used."""
+    states, before = {frozenset[int](): 0}, -1
     for visit in itinerary:
         following: dict[frozenset[int], int] = {}
         for held, cost in states.items():
@@ -29,10 +29,10 @@ def fewest(itinerary: tuple[Visit, ...], slots: int) -> int:
             elif len(held) < slots:
                 options = [(held | {visit.chunk}, cost + 1)]
             else:
-                options = [(held - {out} | {visit.chunk}, cost + 1) for out in held]
+                options = [(held - {out} | {visit.chunk}, cost + 1) for out in held if out != before or slots == 1]
             for after, price in options:
                 following[after] = min(price, following.get(after, price))
-        states = following
+        states, before = following, visit.chunk
     return min(states.values())
 
 
@@ -53,8 +53,10 @@ def test_a_plan_never_has_more_transfers_than_least_recently_used(itinerary, slo
 
 @settings(max_examples=60)
 @given(st.lists(visits, max_size=14).map(tuple), st.integers(1, 3))
-def test_a_plan_has_the_fewest_transfers_that_are_possible(itinerary, slots):
-    assert len(plan_transfers(itinerary, slots).transfers) == fewest(itinerary, slots)
+def test_a_plan_has_the_fewest_transfers_that_can_overlap_a_visit(itinerary, slots):
+    plan = plan_transfers(itinerary, slots)
+    assert len(plan.transfers) == fewest(itinerary, slots)
+    assert slots == 1 or all(t.after < t.needed_by - 1 or t.needed_by == 0 for t in plan.transfers)
 
 
 @given(itineraries, st.integers(1, 5))
@@ -67,6 +69,13 @@ def test_a_plan_with_a_slot_per_chunk_loads_each_chunk_once(itinerary, slots):
 @pytest.mark.parametrize(("chunks", "slots", "transfers"), [(8, 2, 14), (8, 1, 15), (8, 3, 13), (3, 3, 3)])
 def test_the_turn_of_a_step_reuses_what_the_slots_hold(chunks, slots, transfers):
     assert len(plan_transfers(straight_itinerary(range(chunks)), slots).transfers) == transfers
+
+
+@pytest.mark.parametrize(("slots", "transfers"), [(2, 36), (3, 28), (4, 20)])
+def test_passes_in_one_direction_copy_ahead(slots, transfers):
+    plan = plan_transfers([visit for _ in range(6) for visit in straight_itinerary(range(6), backward=False)], slots)
+    assert len(plan.transfers) == transfers
+    assert all(t.after < t.needed_by - 1 for t in plan.transfers[1:])
 
 
 def test_with_two_slots_each_copy_may_start_one_visit_ahead():

@@ -192,7 +192,7 @@ def test_a_weight_gradient_is_issued_as_its_share_of_the_backward() -> None:
 
 
 def test_a_streamed_stage_whose_chunks_fit_its_window_copies_each_once() -> None:
-    stages = [[ChunkCost(forward=1, backward=2, transfer=0.5)] * 3] * 2
+    stages = [[ChunkCost(forward=1, backward=2, transfer=1.5)] * 3] * 2
     fits = simulate_pipeline(staggered_1b1f(2, 4), stages, PipelinePlan(window=3))
     copies = [span.label for span in fits.timeline.spans if span.resource == "GPU 0 H2D"]
     assert copies == ["t0", "t1", "t2"]
