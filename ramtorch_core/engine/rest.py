@@ -44,7 +44,7 @@ class Rest:
     def build(self) -> None:
         """Allocate the copies and fill them."""
         self.group.build([weight.parameter.dtype for weight in self.group.weights], self.device)
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.buffer = torch.empty(self.group.nbytes, dtype=torch.uint8, device=self.device.torch)
             self._views = [self._own_version(weight.view(self.buffer)) for weight in self.group.weights]
         self._copy(self.group.weights)

@@ -71,7 +71,7 @@ class Gradients:
         pairs = zip(group.weights, grads, strict=True)
         book.admit(weight for weight, grad in pairs if grad is not None or weight.parameter.requires_grad)
         book.forget_withdrawn()
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             runs = list(self._runs(book, dict(zip(group.weights, grads, strict=True))))
             flats = [_flatten(run) for run in runs]
             produced = self.device.record()
@@ -94,7 +94,7 @@ class Gradients:
         """
         staged: dict[Weight, Tensor] = {}
         offset = 0
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             flats = [weight.flatten(grad) for weight, grad in grads.items()]
             produced = self.device.record()
             with self.device.on(self.stream):
@@ -122,7 +122,7 @@ class Gradients:
         """
         if not self.is_published(group, weight):
             return None
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             gradient = self._books[group].gradients.pop(weight)
             weight.parameter.grad = None
             wide = gradient.widened()
@@ -148,7 +148,7 @@ class Gradients:
 
     def publish(self, scale: float = 1.0) -> None:
         """Add every gradient that has arrived, times `scale`, to its master's `.grad`."""
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             for book in self._books.values():
                 for weight, gradient in list(book.gradients.items()):
                     if gradient.pending:

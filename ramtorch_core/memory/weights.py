@@ -136,7 +136,7 @@ class WeightGroup:
         """
         nbytes = self.planned_bytes(dtypes)
         arena, offset = Arena(nbytes, device), 0
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             for weight, dtype in zip(self.weights, dtypes, strict=True):
                 master = weight.parameter
                 was_at_home = self.arena is not None and weight.own_shadow

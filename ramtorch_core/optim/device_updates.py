@@ -111,7 +111,7 @@ class DeviceUpdater(Updater):
             self._collect(wait=True)
 
     def _take_on(self, chosen: GroupUpdate) -> None:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             pieces = self._pieces_of(chosen)
             if self._route is None:
                 self._route = Route(self._device, 4, self.piece_bytes, self.pieces)

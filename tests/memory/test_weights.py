@@ -116,6 +116,12 @@ def test_dense_strides_are_kept_and_gaps_are_closed(tensor, stride):
     assert made.untyped_storage().nbytes() == 4 * tensor.numel()
 
 
+def test_shadows_are_no_part_of_a_graph() -> None:
+    made = group((3,), (4,))
+    made.build([torch.bfloat16, torch.float32], CPU)
+    assert not any(weight.shadow.requires_grad for weight in made.weights)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_released_arena_is_only_kept_by_its_masters(dtype):
     made = group((3, 5), (7,), dtype=dtype)
