@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ramtorch_core import pricing
 from ramtorch_core.engine import inventory, measuring, stream, timed_passes, updates
 from ramtorch_core.engine.rates import Rates
-from ramtorch_core.memory import bounce, gradients
+from ramtorch_core.memory import bounce, gradients, staging
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import Arena
@@ -361,7 +361,7 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(updates, "Updater", updater)
-        patch.setattr(updates, "Staging", VirtualStaging)
+        patch.setattr(staging, "Staging", VirtualStaging)
         patch.setattr(stream, "Gradients", VirtualGradients)
         patch.setattr(inventory, "Window", VirtualWindow)
         patch.setattr(timed_passes, "time", SimpleNamespace(perf_counter=lambda: device.now))

@@ -20,8 +20,9 @@ from ramtorch_core.errors import ConfigurationError, RamtorchError
 from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import aligned
-from ramtorch_core.memory.staging import STAGING_BUFFERS, Staging
+from ramtorch_core.memory.staging import Stagings
 from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.optim.ahead import Room, room_for
 from ramtorch_core.optim.compiled import adam_kernel
 from ramtorch_core.optim.device_updates import DeviceUpdater, updates_on_device
 from ramtorch_core.optim.norms import Norms
@@ -49,6 +50,7 @@ class Updates:
         updater: the updating thread, and what it has done.
         on_device: the same for what is updated on the device.
         watching: sees user code use masters.
+        ahead_bytes: of host memory, for held updates that run ahead; see `room_for`. 0 lets all of them wait.
         run_on: let updates run on into the next forward when the optimizer has stepped. Only if no code outside of
             scopes reads weights before `wait` was called.
     """
@@ -72,7 +74,10 @@ class Updates:
         self._rates: Rates | None = None
         self._fell_back = False
         self._norms = Norms()
-        self._staging: dict[WeightGroup | None, Staging] = {}
+        self._staging = Stagings(device)
+        self.ahead_bytes: int | None = None
+        self._room: Room | None = None
+        self._was_scaled = True  # the step before, as far as is known: then updates would run ahead in vain
         self._recipes: dict[nn.Parameter, Recipe] | None = None
         self._held = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps the last updates are of
@@ -115,7 +120,8 @@ class Updates:
         steps the others, whose gradients are published.
 
         Args:
-            hold: update nothing before `release`, because the gradients will be scaled.
+            hold: finish nothing before `clip` or `release`, because gradients may be scaled. After a step in which they
+                were not, some updates run ahead, and are undone if they have to be.
 
         Raises:
             ConfigurationError: an optimizer that has to step all its parameters at once.
@@ -136,8 +142,12 @@ class Updates:
             if (reason := why_whole(optimizer)) is not None:
                 raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
         self.wait()
-        for each in self._both:
-            each.begin(adam_kernel() if self._kernel == "auto" else None)
+        kernel = adam_kernel() if self._kernel == "auto" else None
+        ahead = hold and not self._was_scaled
+        if ahead and self._room is None:
+            self._room = room_for(self.inventory.groups, self.ahead_bytes)
+        self.updater.begin(kernel, self._room if ahead else None)
+        self.on_device.begin(kernel)
         self._handed.clear()
         self._held, self._optimizers = hold, weakref.WeakSet(optimizers)
         self._norms.clear()
@@ -188,7 +198,8 @@ class Updates:
             arrived = self._device.record(self._gradients.stream, blocking=True)
             grads, finished = self._gradients.withdraw(group, chosen), lambda: None
         else:
-            staging = self._staging_for(group, sum(aligned(grad.nbytes) for grad in chosen.values()))
+            needed = sum(aligned(grad.nbytes) for grad in chosen.values())
+            staging = self._staging.of(group, needed, self.inventory.groups, apart=self._held)
             buffer = staging.take()
             finished = partial(staging.give, buffer)
             try:
@@ -204,7 +215,7 @@ class Updates:
     ) -> None:
         """Gradients stay where they are; to those that were published before they are added there."""
         updates = []
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             for weight, grad in chosen.items():
                 earlier = None
                 if self._gradients.is_published(group, weight):
@@ -212,7 +223,7 @@ class Updates:
                     earlier = self._gradients.withdraw(group, [weight])[weight]
                 updates.append(WeightUpdate(weight, weight.flatten(grad), recipes[weight.parameter], earlier))
         self._norms.note(chosen, held=False)
-        self.on_device.submit(GroupUpdate(group, updates, self._device.record(), finished=_nothing))
+        self.on_device.submit(GroupUpdate(group, updates, self._device.record(), finished=lambda: None))
 
     def backward_over(self) -> None:
         """The backward is over: the next forward needs the lowest chunk first.
@@ -256,7 +267,7 @@ class Updates:
 
     def _release(self, scale: float) -> None:
         if self._held:
-            self._held = False
+            self._held, self._was_scaled = False, scale != 1.0
             self.updater.release(scale)
 
     # ------------------------------------------------------------------ who waits
@@ -305,16 +316,19 @@ class Updates:
         self.wait()
         self._handed.clear()
         self._staging.clear()
+        self._room = None
 
     def close(self) -> None:
         """Finish what is under way and end the threads. Idempotent."""
         for each in self._both:
             each.close()
         self._staging.clear()
+        self._room = None
 
     def host_bytes(self) -> int:
-        """Bytes of host memory that gradients on their way occupy."""
-        return sum(staging.host_bytes() for staging in self._staging.values())
+        """Bytes of host memory that gradients on their way occupy, and copies of what runs ahead."""
+        copies = 0 if self._room is None else self._room.host_bytes()
+        return copies + self._staging.host_bytes()
 
     def _transfer(self) -> Event | None:
         return self.inventory.window.under_way() if self.inventory.built else None
@@ -333,17 +347,3 @@ class Updates:
         if self._held or parameter.dtype.itemsize < 4:
             return False  # the norm of the sum is known on the host only; in half precision the sum is kept apart
         return parameter.grad is None or self._gradients.is_published(group, weight)
-
-    def _staging_for(self, group: WeightGroup, needed: int) -> Staging:
-        """All groups share a few buffers; each has one of its own if updates are held, since all wait at once then."""
-        key, groups = group if self._held else None, self.inventory.groups
-        staging = self._staging.get(key)
-        if staging is None or staging.nbytes < needed:
-            nbytes = needed if self._held else max([needed, *(group.nbytes for group in groups)])
-            count = 1 if self._held else min(STAGING_BUFFERS, len(groups))
-            staging = self._staging[key] = Staging(self._device, nbytes, count)
-        return staging
-
-
-def _nothing() -> None:
-    pass

@@ -7,10 +7,12 @@ bounds the host memory that gradients take; a backward that is ahead of the upda
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
+from ramtorch_core.memory.weights import WeightGroup
 
 STAGING_BUFFERS = 4
 """How many groups' gradients may wait on the host for their updates. At the end of a backward that is faster than the
@@ -56,3 +58,29 @@ class Staging:
     def host_bytes(self) -> int:
         """Bytes of host memory allocated so far."""
         return self.allocated * self.nbytes
+
+
+class Stagings(dict[WeightGroup | None, Staging]):
+    """The buffers of an engine: those that all groups share, under None, and those of single groups."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def of(self, group: WeightGroup, needed: int, groups: Sequence[WeightGroup], *, apart: bool) -> Staging:
+        """What the group uses of them, with at least `needed` bytes.
+
+        Args:
+            groups: all that share a few buffers.
+            apart: it has one of its own, since all groups wait at once.
+        """
+        key = group if apart else None
+        staging = self.get(key)
+        if staging is None or staging.nbytes < needed:
+            nbytes = needed if apart else max([needed, *(group.nbytes for group in groups)])
+            staging = self[key] = Staging(self._device, nbytes, 1 if apart else min(STAGING_BUFFERS, len(groups)))
+        return staging
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory allocated so far."""
+        return sum(staging.host_bytes() for staging in self.values())

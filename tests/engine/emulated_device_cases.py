@@ -95,7 +95,7 @@ MISSING: dict[str, tuple[Patch, str, Any]] = {
     "publishing waits for the gradients": (without_wait(Gradients, "receive", 2), "published", "host"),
     "compute waits before memory is reused": (without_wait(Gradients, "_keep", -1), "published", "host"),
     "the end of backward waits for copies": (without_synchronize(Gradients, "finish"), "published", "host"),
-    "an update waits for the gradients": (without_synchronize(updater.Updater, "_update"), "overlapped", "host"),
+    "an update waits for the gradients": (without_synchronize(updater.Updater, "_take_on"), "overlapped", "host"),
     "a piece waits for its slot": (no_slot_is_awaited, "overlapped", 1.0),
     "a piece's update waits for its copy": (without_wait(pieces.Route, "_update", -1), "overlapped", 1.0),
     "a piece's copy back waits for its update": (without_wait(pieces.Route, "_store", -1), "overlapped", 1.0),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from updates_cases import Custom, backward, compare, loss_of, plain_steps, step, train, train_on, training, weights
 
 from ramtorch_core import MicrobatchRunner, RamtorchError
-from ramtorch_core.engine import updates as engine_updates
+from ramtorch_core.memory import staging
 from ramtorch_core.optim import updater as host_updater
 from ramtorch_core.optim.pieces import Route
 
@@ -29,7 +29,7 @@ def only_device(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("on the host")
 
     monkeypatch.setattr(host_updater, "update", refuse)
-    monkeypatch.setattr(engine_updates, "Staging", refuse)
+    monkeypatch.setattr(staging, "Staging", refuse)
 
 
 @pytest.mark.parametrize("amp", [False, True])

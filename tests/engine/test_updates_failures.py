@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from updates_cases import Custom, Gate, backward, plain_steps, slow_down, step, train_on, training, weights
 
 from ramtorch_core import RamtorchError
-from ramtorch_core.engine import updates as engine_updates
+from ramtorch_core.memory import staging as staging_module
 from ramtorch_core.memory.device import Device
 
 
@@ -144,7 +144,7 @@ def test_an_engine_that_is_dropped_without_close_ends_its_thread() -> None:
 def test_an_interrupt_while_backward_waits_for_a_buffer_leaves_an_engine_that_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_updates, "STAGING_BUFFERS", 1)
+    monkeypatch.setattr(staging_module, "STAGING_BUFFERS", 1)
     with training() as (engine, optimizer):
         step(engine, optimizer)
         (staging,) = engine.updates._staging.values()

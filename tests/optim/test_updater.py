@@ -1,52 +1,17 @@
 """The updating thread: order, waiting, errors and the end."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from device_updates_cases import LIMIT, Occasion
-from torch import nn
+from updater_cases import Work, work
 
 from ramtorch_core import RamtorchError
-from ramtorch_core.engine.updates import Updates
-from ramtorch_core.memory.device import COMPLETE, Device
-from ramtorch_core.memory.gradients import Gradients
-from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import updater as module
-from ramtorch_core.optim.steps import Recipe, WeightUpdate
-from ramtorch_core.optim.updater import GroupUpdate, Updater
 
-
-class Work:
-    """Groups of one weight each, and the updates of them that have been given back."""
-
-    def __init__(self, updater: Updater, count: int) -> None:
-        self.updater = updater
-        self.parameters = [nn.Parameter(torch.ones(2)) for _ in range(count)]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
-        self.groups = [WeightGroup(i, str(i), [Weight(str(i), p, ())]) for i, p in enumerate(self.parameters)]
-        for group in self.groups:
-            group.build([torch.float32], Device("cpu"))
-        self.finished: list[int] = []
-
-    def submit(self, index: int, *, arrived: Any = COMPLETE, held: bool = False, size: int = 2) -> None:
-        group = self.groups[index]
-        grads = [WeightUpdate(weight, torch.ones(size), Recipe(self.optimizer)) for weight in group.weights]
-        self.updater.submit(GroupUpdate(group, grads, arrived, lambda: self.finished.append(index), held))
-
-    def values(self) -> list[float]:
-        return [float(p[0].detach()) for p in self.parameters]
-
-
-@pytest.fixture
-def work() -> Iterator[Work]:
-    device = Device("cpu")
-    updater = Updates(device, Gradients(device)).updater
-    updater.begin(None)
-    yield Work(updater, 5)
-    updater.close()
+__all__ = ["work"]
 
 
 def test_no_thread_exists_before_the_first_update_and_none_after_close(work: Work) -> None:
@@ -132,7 +97,7 @@ def test_an_error_is_raised_once_and_drops_what_had_not_begun(work: Work) -> Non
     first.happen()
     with pytest.raises(RuntimeError) as caught:
         work.updater.wait()
-    assert any(entry.name == "_update" for entry in caught.traceback)
+    assert any(entry.name == "_take_on" for entry in caught.traceback)
     work.updater.wait()
     assert sorted(work.finished) == [0, 1]
     assert work.values() == [1.0] * 5
