@@ -77,6 +77,11 @@ def test_nothing_that_fits_is_faster(chunks, gpu_bytes, optimizer, microbatches)
     assert choice.seconds >= choice.compute_seconds
 
 
+def test_few_of_many_plans_are_simulated() -> None:
+    choice = choose(model(blocks=40), dataclasses.replace(MACHINE, gpu_bytes=24e9), offers=False)
+    assert choice.simulated < 30  # of more than 600
+
+
 def test_with_room_for_everything_all_chunks_stay_and_nothing_is_recomputed() -> None:
     chunks = [ChunkCost(forward=1, backward=2, transfer=9, gradient=9, kept_bytes=1e9, weight_bytes=1e9)] * 6
     choice = choose(chunks, Machine(gpu_bytes=80e9))
