@@ -8,6 +8,7 @@ import copy
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -18,6 +19,7 @@ from stream_gpu_cases import MODELS, Net
 
 from ramtorch_core import MicrobatchRunner, attach
 from ramtorch_core.optim import updater
+from ramtorch_core.optim.ahead import Undo
 
 DEVICE = "cuda"
 
@@ -42,14 +44,16 @@ def train(
     overlap: bool,
     amp: torch.dtype | None,
     batches: int = 1,
-    clip: float | None = None,
+    clip: float | Sequence[float] | None = None,
     run_on: bool = True,
     steps: int = 5,
+    ahead_bytes: int | None = None,
     **options: object,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, object]]:
-    """Losses, weights and optimizer state after some steps of streamed training."""
+    """Losses, norms where gradients are clipped, weights and optimizer state after some steps of streamed training."""
     engine = attach(net, device=DEVICE, poison=True, resident_below=1024, host_memory=1 << 40, **options)  # type: ignore[arg-type]
     engine.conservative, engine.updates.run_on = False, run_on
+    engine.updates.ahead_bytes = ahead_bytes
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3, fused=True)
     losses = []
     try:
@@ -69,7 +73,8 @@ def train(
                     loss.backward()
                 losses.append(loss.detach())
             if clip is not None:
-                engine.updates.clip(net.parameters(), clip)
+                limit = clip if isinstance(clip, float) else clip[step]
+                losses.append(engine.updates.clip(net.parameters(), limit))
             optimizer.step()
             engine.refresh()
         engine.updates.wait()
@@ -153,6 +158,29 @@ def test_clipped_updates_differ_by_rounding_of_the_norm_only(max_norm: float) ->
     theirs = train(published, overlap=False, amp=None, clip=max_norm, steps=2)[1]
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("update_seconds")
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_updates_that_run_ahead_of_the_norm_have_the_bits_of_those_that_wait(
+    amp: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 2 and 5 are clipped: what has run ahead by then is undone, and in the steps after them updates wait."""
+    torch.manual_seed(0)
+    net = Net(MODELS["plain"])
+    restored: list[Undo] = []
+    restore = Undo.restore
+    monkeypatch.setattr(Undo, "restore", lambda undo: (restored.append(undo), restore(undo)))
+
+    def run(ahead_bytes: int) -> object:
+        limits = [1e9, 1e9, 1e-3] * 3
+        return train(copy.deepcopy(net), overlap=True, amp=amp, clip=limits, steps=8, ahead_bytes=ahead_bytes)
+
+    waiting = run(0)
+    assert not restored
+    for nbytes in (1 << 30, 6 * sum(p.numel() for p in net.parameters())):
+        assert_equal(run(nbytes), waiting)
+    assert restored
 
 
 def train_microbatches(
