@@ -254,8 +254,9 @@ def predict_pipeline(
     Raises:
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
-    found = costs(calibration, schedule.microbatches)
-    issue, last = calibration.issue, found[-1]
+    issue = calibration.issue.resident
+    found = costs(replace(calibration, issue=issue), schedule.microbatches)
+    last = found[-1]
     last = replace(last, backward=last.backward + calibration.outside, issue_backward=last.issue_backward + issue.loss)
     found[-1] = last
     found[0] = replace(found[0], issue_forward=found[0].issue_forward + issue.begin)

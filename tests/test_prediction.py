@@ -175,6 +175,9 @@ def test_the_hosts_time_counts_in_a_pipeline_too() -> None:
     fast = replace(even, issue=Issue(forward=0.1, backward=0.2, begin=0.5, loss=0.3))
     first = 0.5 + 2 * 0.1  # of the first stage, at the most; the rest is issued while the devices compute
     assert plain <= predict_pipeline(fast, build("gpipe", 2, 4), [2]).seconds <= plain + first
+    streamed = replace(fast, issue=replace(fast.issue, forward=1.1, recompute=0.1, backward=1.2))
+    schedule = build("gpipe", 2, 4)
+    assert predict_pipeline(streamed, schedule, [2]).seconds == predict_pipeline(fast, schedule, [2]).seconds
     slow = replace(even, issue=Issue(forward=1.0, backward=5.0, begin=2.0, loss=3.0))
     assert predict_pipeline(slow, build("gpipe", 2, 4), [2]).seconds >= 4 * (4 * (1 + 5) + 2 + 3)
 
