@@ -16,7 +16,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
-from ramtorch_core.prediction import STATE_BYTES, Calibration, StreamingPlan, mean_loss
+from ramtorch_core.prediction import STATE_BYTES, Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
 from ramtorch_core.simulate.costs import resident_chunks
 
 __all__ = ["Estimate", "Subject", "describe_machine", "estimate", "host_bytes"]
@@ -130,11 +130,17 @@ def estimate(
 
 
 def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
-    """Host memory that training under `plan` takes: masters, shadows, moments, and gradients on their way."""
+    """Host memory that training under `plan` takes: masters, shadows, moments, and gradients."""
     chunks = found.calibration.chunks
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
     gone = sum(chunks[index].master_bytes + chunks[index].trained * STATE_BYTES for index in resident)
     shadows = sum(chunk.weight_bytes for chunk in streamed if chunk.weight_bytes < chunk.master_bytes)
-    staging = min(STAGING_BUFFERS, len(streamed)) * max((chunk.weight_bytes for chunk in streamed), default=0)
-    return found.bytes + found.trained * STATE_BYTES - gone + shadows + staging
+    priced = [cost for index, cost in enumerate(planned_costs(found.calibration, plan)) if index not in resident]
+    overlapped = plan.updates not in (Optimizer.NONE, Optimizer.PUBLISHED)
+    if plan.adds or plan.clip or not overlapped:  # all of them wait for the last one
+        gradients = sum(cost.gradient_bytes for cost in priced)
+    else:
+        widest = max((max(cost.weight_bytes, cost.gradient_bytes) for cost in priced), default=0.0)
+        gradients = min(STAGING_BUFFERS, len(priced)) * widest
+    return found.bytes + found.trained * STATE_BYTES - gone + shadows + gradients

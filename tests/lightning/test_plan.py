@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ramtorch_core.planning import Subject, describe_machine, estimate, host_bytes
-from ramtorch_core.prediction import StreamingPlan, step_cost
+from ramtorch_core.prediction import Optimizer, StreamingPlan, step_cost
 from ramtorch_lightning.plan import main
 from ramtorch_lightning.plan_config import from_config
 
@@ -106,7 +106,7 @@ def test_estimates_count_parameters_arithmetic_and_activations() -> None:
     assert step_cost(found.calibration).loss_bytes == 12 * 8 * 1024
     assert step_cost(found.calibration).base_bytes == 8 * 1024 * 4  # the input
     masters, moments, shadows, staging = 16 << 20, 32 << 20, 8 << 20, 8 << 20
-    assert host_bytes(found, StreamingPlan()) == masters + moments + shadows + staging
+    assert host_bytes(found, StreamingPlan(optimizer=Optimizer.OVERLAPPED)) == masters + moments + shadows + staging
     assert host_bytes(found, StreamingPlan(pin=4)) == 0
 
 

@@ -1,0 +1,80 @@
+"""Host memory of plans, beside what the engine allocates."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from ramtorch_core import attach
+from ramtorch_core.planning import Subject, describe_machine, estimate, host_bytes
+from ramtorch_core.prediction import Optimizer, Order, StreamingPlan
+
+LAYERS, WIDTH = 6, 32
+WEIGHT = 4 * WIDTH**2
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def taken(plan: StreamingPlan) -> int:
+    """Bytes of host memory that the engine keeps gradients in."""
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine = attach(module, device="cpu", chunks="*", resident_below=0, pin=plan.pin)
+    try:
+        for m in range(plan.microbatches):
+            last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
+            with engine.updates.overlap(optimizer, hold=plan.clip) if last else contextlib.nullcontext():
+                module(torch.ones(2, WIDTH)).sum().backward()
+        if plan.clip:
+            engine.updates.clip(module.parameters(), 1.0)
+        optimizer.step()
+        return engine.gradients.host_bytes() + engine.updates.host_bytes()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("pin", [0, 2])
+@pytest.mark.parametrize(
+    ("plan", "gradients"),
+    [
+        (StreamingPlan(optimizer=Optimizer.OVERLAPPED), 4),
+        (StreamingPlan(optimizer=Optimizer.PUBLISHED), LAYERS),
+        (StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=True), LAYERS),
+        (StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=2), LAYERS),
+        (StreamingPlan(optimizer=Optimizer.JOINED, microbatches=2, clip=True), LAYERS),
+    ],
+)
+def test_the_host_keeps_as_many_gradients_as_the_engine_does(plan: StreamingPlan, gradients: int, pin: int) -> None:
+    plan = replace(plan, pin=pin)
+    module_bytes = (LAYERS - pin) * WEIGHT
+    found = estimate(
+        lambda: Subject(model(), None, "*"),
+        describe_machine(device_bytes=1e9, pcie=1e9, host_memory=1e9),
+        1e12,
+        tokens=2,
+        resident_below=0,
+    )
+    kept = host_bytes(found, plan) - 3 * module_bytes
+    assert kept == min(gradients, LAYERS - pin) * WEIGHT
+    assert taken(plan) <= kept
+
+
+def test_sums_that_stay_on_the_device_leave_through_a_few_wider_buffers() -> None:
+    found = estimate(
+        lambda: Subject(model(), None, "*"),
+        describe_machine(device_bytes=1e9, pcie=1e9, host_memory=1e9),
+        1e12,
+        tokens=2,
+        resident_below=0,
+        autocast=torch.bfloat16,
+    )
+    plans = [StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=m, order=Order.CHUNK) for m in (1, 2)]
+    shadows = LAYERS * WEIGHT // 2
+    kept = [host_bytes(found, plan) - 3 * LAYERS * WEIGHT - shadows for plan in plans]
+    assert kept == [4 * WEIGHT // 2, 4 * WEIGHT]
