@@ -105,7 +105,10 @@ class StepPath:
             updates.run_on = not streamer.conservative and not between
             self._waiting = _WaitForUpdates(updates.wait)
             until = ", and while the next forward goes on" if updates.run_on else ""
-            rank_zero_info(f"OffloadStrategy: chunks are updated while backward goes on{until}; {updates.describe()}")
+            how = updates.describe()
+            if trainer.gradient_clip_val:
+                how += "; with clipping most wait for the norm of all gradients, and all do after a scaled step"
+            rank_zero_info(f"OffloadStrategy: chunks are updated while backward goes on{until}; {how}")
         else:
             self._publish(reason)
 

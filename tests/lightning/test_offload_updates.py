@@ -20,8 +20,10 @@ from offload_updates_cases import (
     with_optimizer,
 )
 from stream_cases import assert_same
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
+from updater_cases import Ahead
 
 from ramtorch_core.optim.compiled import adam_kernel
 
@@ -179,6 +181,7 @@ OVERLAPS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "plain": (RUNS_ON, Classifier, {}),
     "clipped": (RUNS_ON, Classifier, {"gradient_clip_val": 0.05}),
     "clipped mixed": (RUNS_ON, Classifier, {"gradient_clip_val": 0.05, "precision": "bf16-mixed"}),
+    "hardly clipped": (RUNS_ON, Classifier, {"gradient_clip_val": 0.45, "max_epochs": 4}),
     "accumulated": (RUNS_ON, Classifier, {"accumulate_grad_batches": 3}),
     "half": (RUNS_ON, Classifier, {"precision": "bf16-true"}),
     "half clipped": (RUNS_ON, Classifier, {"precision": "bf16-true", "gradient_clip_val": 0.05}),
@@ -281,3 +284,25 @@ def test_a_hook_that_comes_after_the_set_up_is_seen(caplog: pytest.LogCaptureFix
 
 def test_an_unfinished_window_of_accumulated_batches_trains_the_same() -> None:
     compare(accumulate_grad_batches=3, train=lambda: loader(28), max_epochs=3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_updates_run_ahead_of_the_norm_and_are_undone_only_where_it_is_above_the_limit(
+    precision: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing in the Trainer's loop looks at weights between backward and clipping."""
+    monkeypatch.setattr("ramtorch_core.optim.ahead.BYTES", 30)
+    ahead = Ahead(monkeypatch)
+    ahead.wait_for(monkeypatch)
+
+    class Varies(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * (1e3 if self.trainer.global_step % 4 == 3 else 1.0)
+
+    options: Any = {"precision": precision, "gradient_clip_val": 100.0, "max_epochs": 2}
+    with caplog.at_level("INFO"):
+        compare(Varies, **options)
+    chunks, steps = 11, 8
+    scaled, waited = steps // 4, 1 + (steps - 1) // 4  # every fourth; the first one, and those after a scaled one
+    assert (ahead.made, ahead.undone) == (chunks * (steps - waited), chunks * scaled)
+    assert "with clipping most wait" in caplog.text

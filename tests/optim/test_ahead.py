@@ -10,12 +10,11 @@ import torch
 from device_updates_cases import LIMIT, Occasion
 from stream_cases import assert_same, data, stack, streaming
 from torch import Tensor, nn
-from updater_cases import Work, work
+from updater_cases import Ahead, Work, work
 from updates_cases import Gate, backward, compare, slow_down, weights
 
 import ramtorch_core
 from ramtorch_core import RamtorchError
-from ramtorch_core.engine.updates import Updates
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import updater as module
@@ -285,38 +284,6 @@ def test_the_thread_that_runs_ahead_may_itself_drop_it(work: Work, monkeypatch: 
         assert work.updater._changed.wait_for(lambda: not work.updater.is_pending(work.groups[0]), LIMIT)
     assert work.values() == [1, 1, 1, 1, 1]
     assert work.finished == [0]
-
-
-class Ahead:
-    """Counts updates of engines that ran ahead, and how many of them were undone."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made = self.undone = 0
-        init, restore = Undo.__init__, Undo.restore
-
-        def made(undo: Undo, *args: Any) -> None:
-            self.made += 1
-            init(undo, *args)
-
-        def undone(undo: Undo) -> None:
-            self.undone += 1
-            restore(undo)
-
-        monkeypatch.setattr(Undo, "__init__", made)
-        monkeypatch.setattr(Undo, "restore", undone)
-
-    def wait_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From now on clip when all that may run ahead has."""
-        clip = Updates.clip
-
-        def late(updates: Updates, *args: Any) -> Any:
-            updater = updates.updater
-            with updater._changed:
-                over = lambda: updater._room is None or not (updater._queue or updater._running)
-                assert updater._changed.wait_for(over, LIMIT)
-            return clip(updates, *args)
-
-        monkeypatch.setattr(Updates, "clip", late)
 
 
 @pytest.mark.parametrize("prompt", [True, False])
