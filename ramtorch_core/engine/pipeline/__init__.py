@@ -8,6 +8,7 @@
 | `turnstile.py` | admits the ops of a schedule, one lane per device, in exactly its order; user code in one thread |
 | `crew.py`, `thread_state.py` | threads that outlive the steps, and what a thread does not inherit |
 | `microbatch.py`, `crossing.py`, `links.py` | one microbatch's state; the cut between two stages; copies |
+| `kept.py` | what modules keep of a microbatch from one stage to the next |
 | `frontier.py` | sees every torch call of user code and brings in what belongs to another stage |
 | `trees.py` | containers of tensors |
 | `compiled.py` | keeps the frontier out of compiled code |

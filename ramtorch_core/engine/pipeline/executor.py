@@ -17,6 +17,7 @@ from ramtorch_core.engine.pipeline.compiled import Arrive, shield
 from ramtorch_core.engine.pipeline.crew import Crew
 from ramtorch_core.engine.pipeline.dice import Dice
 from ramtorch_core.engine.pipeline.frontier import Frontier
+from ramtorch_core.engine.pipeline.kept import Keeping
 from ramtorch_core.engine.pipeline.links import Links
 from ramtorch_core.engine.pipeline.microbatch import Bystander
 from ramtorch_core.engine.pipeline.stages import StageMap
@@ -98,6 +99,7 @@ class Executor:
         recorder: Recorder | None = None,
         exclusive: bool = False,
         strict: bool = True,
+        keeping: Keeping | None = None,
     ) -> StepResult:
         """Call `function` once per microbatch, in the order of `schedule`, with backward if `root` is given.
 
@@ -114,6 +116,7 @@ class Executor:
             recorder: is told when each op began and ended on the host.
             exclusive: launch no two ops at the same time, even if their devices compute on their own.
             strict: refuse a module that begins a stage whose turn is over; else it runs in the stage that runs then.
+            keeping: what modules keep of microbatches from stage to stage.
 
         Raises:
             BaseException: the first error of any thread, itself; gradients of the step are dropped then.
@@ -126,15 +129,14 @@ class Executor:
             for parameter in parameters:
                 parameter.grad = None
         dice = Dice(step, self._unique)
-        followed = self._follow(schedule, exclusive)
+        followed = self._follow(schedule, exclusive or keeping is not None)
         turnstile = Turnstile(followed.order, self._exclusive, recorder, self._ranges)
         state = ThreadState(self._unique)
         deferrable = self.stages.deferrable() if schedule.split_backward else None
         homes = self.stages.homes
         owned = self._owned
-        work = Step(
-            function, inputs, root, turnstile, self.devices, self._links, homes, owned, dice, deferrable, strict
-        )
+        devices, links = self.devices, self._links
+        work = Step(function, inputs, root, turnstile, devices, links, homes, owned, dice, deferrable, strict, keeping)
         jobs = [lambda: state.run(work.drive)] * followed.drivers
         if schedule.split_backward:
             jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]

@@ -11,6 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.dice import Dice
 from ramtorch_core.engine.pipeline.frontier import Aside, Frontier
+from ramtorch_core.engine.pipeline.kept import Keeping
 from ramtorch_core.engine.pipeline.links import Links
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.microbatch import Microbatch
@@ -59,6 +60,7 @@ class Step:
         dice: Dice,
         deferrable: frozenset[int] | None = None,
         strict: bool = True,
+        keeping: Keeping | None = None,
     ) -> None:
         self.function = function
         self.inputs: list[Any] = list(inputs)
@@ -70,7 +72,7 @@ class Step:
         self.owned = owned if deferrable is None else [mine - deferrable for mine in owned]
         self.dice = dice
         self.deferrable = deferrable
-        self.strict = strict
+        self.strict, self.keeping = strict, keeping
         self.deferred: dict[tuple[int, int], Deferral] = {}
         self.outputs: list[Any] = [None] * len(self.inputs)
         self.ready: dict[torch.device, Event] = {device.torch: device.record() for device in devices}
@@ -122,6 +124,8 @@ class Step:
                 microbatch.end()
                 if self._several_devices:
                     microbatch.prefetch(tensors_in(arguments), stage)
+                if self.keeping is not None:
+                    self.keeping.end(microbatch.index, microbatch.stage, over=False)
                 self._pass_on(microbatch, stage)
             return map_tensors(microbatch.admit, arguments)
 
@@ -162,6 +166,8 @@ class Step:
     def _forward(self, microbatch: Microbatch, data: Any, frontier: Frontier) -> Roots:
         """Run the user's function through all stages; returns where backward begins."""
         m = microbatch.index
+        if self.keeping is not None:
+            self.keeping.wait(m, lambda: self.turnstile.error is not None)
         self._begin_forward(microbatch, 0)
         with frontier:
             output = self.function(data)
@@ -171,6 +177,8 @@ class Step:
         microbatch.last = microbatch.stage
         microbatch.end()
         self.outputs[m] = output if self.root is None else map_tensors(Tensor.detach, output)
+        if self.keeping is not None:
+            self.keeping.end(m, microbatch.stage, over=True)
         self._pass_on(microbatch, len(self.devices))
         return roots
 
@@ -180,6 +188,8 @@ class Step:
         device.activate()
         self.dice.throw(microbatch.index, stage, device)
         microbatch.begin(stage)
+        if self.keeping is not None:
+            self.keeping.begin(microbatch.index)
 
     def _pass_on(self, microbatch: Microbatch, target: int) -> None:
         """Give up the turn of the current stage and those of stages in between; begin `target`, if there is such."""
@@ -229,7 +239,8 @@ def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:
         raise RamtorchError(
             f"stage {stage} met a part of its graph that has had its backward: either the model frees it itself, or an "
             "autograd.Function (or an extension) of a later stage got a tensor of this stage without passing through "
-            "the module that begins the later stage. Pass the tensor to that module, or cut elsewhere (stages=[...])"
+            "the module that begins the later stage, or from a list or an object that all microbatches share. "
+            "Pass the tensor to that module, or cut elsewhere (stages=[...])"
         ) from error
 
 
