@@ -8,7 +8,8 @@ Systems: `ours` (OffloadStrategy through the Trainer), `engine` (the same engine
 ordinary Trainer, everything on the device), `fsdp` (Lightning's FSDPStrategy with cpu_offload), `deepspeed`
 (Lightning's stage 3 with optimizer and parameters offloaded), `ramtorch-1.6.4` and `ramtorch-1.11.0` (OffloadModel in a
 plain loop). After a colon come keyword arguments for the system's own class, so variants can be compared:
-`ours:n_microbatches=4` then gets four batches at once, and `ours:moments=torch.bfloat16` has our own AdamW. All
+`ours:n_microbatches=4` then gets four batches at once, and `ours:moments=torch.bfloat16` has our own AdamW;
+`ours:clip=1e9` clips by a norm that is never reached, `ours:clip=1e9,ahead_bytes=0` lets all updates wait for it. All
 checkpoint every block; `fsdp:inner=True` lets Lightning put the checkpoints inside FSDP's units, not around them.
 
 Each run is a process of its own with a time limit, and the rounds go through all systems in turn, so that a drift of

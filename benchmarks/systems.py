@@ -139,22 +139,28 @@ class FedDeepSpeed(Fed):
         return optimizer
 
 
-def fit(module: Fed, strategy: Any, device: str) -> None:
+def fit(module: Fed, strategy: Any, device: str, clip: float | None = None) -> None:
     """Train on all feeds; batches per step may change between epochs."""
     batches = [feed.size.batches for feed in module.feeds]
     options: dict[str, Any] = {"accumulate_grad_batches": batches[0]}
     if len(set(batches)) > 1:
         options = {"callbacks": [GradientAccumulationScheduler(dict(enumerate(batches)))]}
-    trainer = make_trainer(device, strategy, max_epochs=len(batches), reload_dataloaders_every_n_epochs=1, **options)
+    options |= {"max_epochs": len(batches), "reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": clip}
+    trainer = make_trainer(device, strategy, **options)
     trainer.fit(module)
 
 
 def ours(job: Job, results: Path) -> None:
     if job.host_memory is not None:
         job.options.setdefault("host_memory", job.host_memory)
-    moments = job.options.pop("moments", None)
+    moments, clip, ahead = (job.options.pop(key, None) for key in ("moments", "clip", "ahead_bytes"))
     strategy = OffloadStrategy(**job.options)
-    module = Fed(job.layers, job.width, checkpointed=False)
+
+    class Ours(Fed):
+        def on_fit_start(self) -> None:
+            strategy.streamer.updates.ahead_bytes = ahead
+
+    module = Ours(job.layers, job.width, checkpointed=False)
     module.moments = moments
 
     def facts() -> Record:
@@ -163,7 +169,7 @@ def ours(job: Job, results: Path) -> None:
         return {"streamed": streamed, "moment_bytes": (moments or torch.float32).itemsize}
 
     module.feeds = job.feeds(job.options.get("n_microbatches", 1), facts, results)
-    fit(module, strategy, job.device)
+    fit(module, strategy, job.device, clip)
 
 
 def engine(job: Job, results: Path) -> None:
