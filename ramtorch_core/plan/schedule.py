@@ -140,14 +140,19 @@ def sequential(stages: int, microbatches: int) -> Schedule:
     return one_by_one(range(stages), microbatches)
 
 
-def one_by_one(placement: Sequence[int], microbatches: int) -> Schedule:
-    """`sequential` for any placement of stages on devices; `placement[s]` is the device of stage s."""
+def one_by_one(placement: Sequence[int], microbatches: int, *, split: bool = False) -> Schedule:
+    """`sequential` for any placement of stages on devices; `placement[s]` is the device of stage s.
+
+    Args:
+        split: weight gradients are ops of their own.
+    """
+    backward: tuple[Kind, ...] = ("I", "W") if split else ("B",)
     lanes = []
     for device in range(max(placement) + 1):
         owned = [s for s, d in enumerate(placement) if d == device]
         lane: list[Op] = []
         for m in range(microbatches):
-            lane += [Op("F", s, m) for s in owned] + [Op("B", s, m) for s in reversed(owned)]
+            lane += [Op("F", s, m) for s in owned] + [Op(kind, s, m) for s in reversed(owned) for kind in backward]
         lanes.append(tuple(lane))
     return Schedule("sequential", microbatches, tuple(placement), tuple(lanes))
 

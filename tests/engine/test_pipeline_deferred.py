@@ -11,6 +11,7 @@ from pipeline_cases import WIDTH, Block, Chain, accumulate, assert_exact, assert
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ramtorch_core.errors import RamtorchError
 from ramtorch_core.plan.schedule import Op
 
 CUTS = ["blocks.1", "blocks.2", "blocks.3"]
@@ -150,6 +151,40 @@ def test_bf16(schedule: str, island: bool) -> None:
                 p.grad = None
             accumulate(reference, reference.training_step, items)
             assert_same_gradients(model, reference, run(executor, model.training_step, items, schedule))
+
+
+def test_gradients_that_user_code_computes_within_a_stage_are_its_own_affair(schedule: str) -> None:
+    """They used to count as weight gradients, or to leave nothing for the backward."""
+
+    class Probing(Chain):
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            for block in self.blocks:
+                x = block(x)
+            probe = x.detach().requires_grad_()
+            (outside,) = torch.autograd.grad(self.head(probe).pow(2).sum(), probe)
+            inner = x * 1
+            energy = self.head(inner).pow(2).sum()
+            (inside,) = torch.autograd.grad(energy, inner, retain_graph=True)
+            return F.cross_entropy(self.head(x), y) + (outside * x).mean() + inside.detach().mean() + 0.1 * energy
+
+    assert_exact(Probing(), CUTS, [batches(4)], schedule)
+
+
+def test_gradients_of_gradients_are_refused_instead_of_wrong(schedule: str) -> None:
+    class Penalised(Chain):
+        def training_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            for block in self.blocks:
+                x = block(x)
+            probe = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.head(probe).pow(2).sum(), probe, create_graph=True)
+            return F.cross_entropy(self.head(x), y) + slope.pow(2).mean()
+
+    model = Penalised()
+    with pipeline(model, CUTS) as executor, pytest.raises(RamtorchError, match="splits the backward: use another"):
+        run(executor, model.training_step, batches(4), schedule)
+    assert_exact(model, CUTS, [batches(4)], "staggered_1b1f")
 
 
 def test_module_hooks_fire_as_in_accumulation(schedule: str) -> None:

@@ -14,6 +14,7 @@ from ramtorch_core.plan.schedule import (
     forward_only,
     gpipe,
     interleaved,
+    one_by_one,
     sequential,
     staggered_1b1f,
     uniform_1f1b,
@@ -141,6 +142,15 @@ def test_the_uniform_warm_up_overlaps_less_than_1f1b_when_a_link_takes_time() ->
     """With a warm-up of S on every stage the last stage waits for forwards it does not need yet."""
     assert str(uniform_1f1b(3, 4)) != str(staggered_1b1f(3, 4))
     assert peak_activations(uniform_1f1b(3, 4)) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)])
+def test_one_by_one_runs_on_any_placement_with_the_backward_whole_or_split(placement: tuple[int, ...]) -> None:
+    for split in (False, True):
+        schedule = one_by_one(placement, 3, split=split)
+        check(schedule, max_activations=placement.count(0))
+        assert schedule.split_backward == split
+        assert schedule.placement == placement
 
 
 @settings(deadline=None)

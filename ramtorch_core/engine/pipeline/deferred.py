@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
+from ramtorch_core.errors import RamtorchError
+
 __all__ = ["Deferral", "Job"]
 
 
@@ -29,13 +31,12 @@ class Job:
         self.gradient: Tensor | None = None
 
     def input_gradient(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the input, given that of the output; the weights' can be computed afterwards."""
-        self.gradient = gradient
-        if self.x is None:
-            return None
-        (found,) = _gradients(self.output, (self.x,), gradient, retain_graph=True)
-        self.x = None
-        return found
+        """The gradient of the input, given that of the output."""
+        return None if self.x is None else _gradients(self.output, (self.x,), gradient, retain_graph=True)[0]
+
+    def keep(self, gradient: Tensor) -> None:
+        """The weights' gradients can be computed from that of the output; the input's is not asked for again."""
+        self.gradient, self.x = gradient, None
 
     def weight_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient in its dtype); frees the graph."""
@@ -58,20 +59,30 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, job: Job, queue: list[Job]) -> Tensor:
-        ctx.job, ctx.queue = job, queue
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, job: Job, deferral: "Deferral") -> Tensor:
+        ctx.job, ctx.deferral = job, deferral
         ctx.set_materialize_grads(False)
         return job.output.detach()
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, None, None]:
-        job, queue = ctx.job, ctx.queue
-        ctx.job = ctx.queue = None
-        if gradients[0] is None:
+        job, deferral, gradient = ctx.job, ctx.deferral, gradients[0]
+        if deferral is None:
+            raise RuntimeError("Trying to backward through the graph a second time, where backward is split")
+        if deferral.taking:
+            ctx.job = ctx.deferral = None
+        elif torch.is_grad_enabled():
+            raise RamtorchError(
+                "a gradient of a gradient (create_graph=True) cannot be had where the schedule splits the backward: use "
+                "another one, such as schedule='1f1b'"
+            )
+        if gradient is None:
             return None, None, None, None
-        queue.append(job)
-        return None, job.input_gradient(gradients[0]), None, None
+        found = job.input_gradient(gradient)
+        if deferral.taking:
+            deferral.queue(job, gradient)
+        return None, found, None, None
 
 
 class Deferral:
@@ -83,6 +94,13 @@ class Deferral:
         self._aliases: list[tuple[Tensor, Tensor, int]] = []
         self._first: list[tuple[Tensor, Tensor]] = []
         self._originals: dict[int, Tensor] = {}
+        self.taking = False
+        """The backward of the stage is under way; what user code computes before is its own affair."""
+
+    def queue(self, job: Job, gradient: Tensor) -> None:
+        """The weights of `job` wait for their gradients, given that of its output."""
+        job.keep(gradient)
+        self._queue.append(job)
 
     def call(
         self,
@@ -108,7 +126,7 @@ class Deferral:
             inside = x.detach().requires_grad_(x.requires_grad)
             output = func(inside, *map(leaf, args[1:]), **{key: leaf(value) for key, value in kwargs.items()})
         job = Job(output, inside if x.requires_grad else None, weights, number)
-        return _Split.apply(self._anchor, x, job, self._queue)  # type: ignore[no-any-return, no-untyped-call]
+        return _Split.apply(self._anchor, x, job, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def alias(self, parameter: Tensor, number: int) -> Tensor:
         """What stands for a deferred weight in one other call; its gradient waits with the others."""
@@ -124,10 +142,11 @@ class Deferral:
     def take(
         self, returned: Iterable[tuple[Tensor, Tensor]], deferrable: Container[int]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Keep the gradients from later stages that belong to weights whose gradients wait; returns the others.
+        """The backward begins: keep gradients from later stages of weights whose gradients wait; returns the others.
 
         Those of weights that this microbatch does not use here wait too: earlier microbatches come first.
         """
+        self.taking = True
         others: list[tuple[Tensor, Tensor]] = []
         for parameter, gradient in returned:
             (self._first if id(parameter) in deferrable else others).append((parameter, gradient))

@@ -195,7 +195,7 @@ class PipelineRunner:
         training = "root" in more
         keeping = self._kept.step(training) if len(inputs) > 1 and self.stages.count > 1 else None
         if keeping is not None and keeping.watched and not first_alone(plan):
-            alone = one_by_one(plan.placement, plan.microbatches)
+            alone = one_by_one(plan.placement, plan.microbatches, split=plan.split_backward)
             plan = alone if training else forward_only(alone)
         more |= {"exclusive": shared, "strict": strict, "keeping": keeping}
         result = self._executor.run(function, inputs, plan, **more)
