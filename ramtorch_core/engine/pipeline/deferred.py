@@ -74,8 +74,8 @@ class _Split(torch.autograd.Function):
             ctx.job = ctx.deferral = None
         elif torch.is_grad_enabled():
             raise RamtorchError(
-                "a gradient of a gradient (create_graph=True) cannot be had where the schedule splits the backward: use "
-                "another one, such as schedule='1f1b'"
+                "a gradient of a gradient (create_graph=True) cannot be had where the schedule splits the backward: "
+                "use another one, such as schedule='1f1b'"
             )
         if gradient is None:
             return None, None, None, None
