@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ramtorch_core.engine.chunks import ChunkSpec
+from ramtorch_core.engine.chunks import ChunkSpec, choose_resident
 from ramtorch_core.engine.estimate import estimate_chunks
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.peaks import Peaks
@@ -19,7 +19,7 @@ from ramtorch_core.memory.staging import STAGING_BUFFERS
 from ramtorch_core.prediction import STATE_BYTES, Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
 from ramtorch_core.simulate.costs import resident_chunks
 
-__all__ = ["Estimate", "Subject", "describe_machine", "estimate", "host_bytes"]
+__all__ = ["Estimate", "Subject", "describe_machine", "estimate", "given", "host_bytes"]
 
 BOTH_WAYS = 1.67
 """What PCIe moves in both directions at once, as a multiple of one direction."""
@@ -127,6 +127,25 @@ def estimate(
         trained=sum(count for count, trains, _ in numbers if trains),
         bytes=sum(size for _, _, size in numbers),
     )
+
+
+def given(
+    found: Estimate,
+    base: StreamingPlan,
+    *,
+    window: int = 2,
+    pin: int | Sequence[int] | Sequence[str] = 0,
+    activations: str = "checkpoint",
+) -> StreamingPlan:
+    """`base` with knobs as `attach` takes them.
+
+    Raises:
+        ConfigurationError: no slot, or chunks that there are not.
+        TypeError: anything else than such a knob.
+    """
+    names = [chunk.name for chunk in found.calibration.chunks]
+    chosen = pin if isinstance(pin, int) else tuple(sorted(choose_resident(pin, names)))
+    return replace(base, window=window, pin=chosen, checkpoint=activations != "keep")
 
 
 def host_bytes(found: Estimate, plan: StreamingPlan) -> float:

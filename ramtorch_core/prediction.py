@@ -34,8 +34,10 @@ from ramtorch_core.simulate import (
     simulate_pipeline,
     simulate_streaming,
 )
+from ramtorch_core.simulate.choose import WINDOWS
 from ramtorch_core.simulate.clock import Kind
 from ramtorch_core.simulate.steps import HOST
+from ramtorch_core.wishes import usable_of
 
 __all__ = [
     "STATE_BYTES",
@@ -142,13 +144,19 @@ def rates_of(device: torch.device | str | int) -> Rates:
 
 
 def machine(rates: Rates, gpu_bytes: float | None = None) -> Machine:
-    """The simulator's machine; with `gpu_bytes` one with so much device memory."""
+    """The simulator's machine.
+
+    Args:
+        gpu_bytes: device memory for tensors; by default what a plan may take of the whole device, `wishes.usable_of`.
+    """
+    if gpu_bytes is None and rates.device_bytes is not None:
+        gpu_bytes = usable_of(rates.device_bytes)
     return Machine(
         h2d=rates.h2d,
         d2h=rates.d2h,
         both_ways=rates.both_ways,
         host_memory=rates.host_memory,
-        gpu_bytes=rates.device_bytes if gpu_bytes is None else gpu_bytes,
+        gpu_bytes=gpu_bytes,
         host_update=rates.host_update,
         gpu_update=rates.device_update,
         asynchronous=rates.device_bytes is not None,
@@ -221,11 +229,20 @@ def _simulated(
     return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
 
 
-def recommend(calibration: Calibration, on: Machine | None = None, base: StreamingPlan | None = None) -> Choice:
+def recommend(
+    calibration: Calibration,
+    on: Machine | None = None,
+    base: StreamingPlan | None = None,
+    *,
+    windows: Sequence[int] | None = None,
+    resident: Sequence[int | tuple[int, ...]] | None = None,
+    checkpoint: Sequence[bool] = (False, True),
+) -> Choice:
     """The fastest window, resident chunks and activation policy that fit; see `simulate.choose`.
 
     Args:
         base: what is not chosen: microbatches and the like.
+        windows, resident, checkpoint: what is chosen from; by default whatever may be best.
 
     Raises:
         ConfigurationError: nothing fits.
@@ -237,6 +254,9 @@ def recommend(calibration: Calibration, on: Machine | None = None, base: Streami
         base=base,
         beside=step_cost(calibration, train=base.train),
         doubled=planned_costs(calibration, replace(base, microbatches=2 * base.microbatches)),
+        windows=windows or WINDOWS,
+        resident=resident,
+        checkpoint=checkpoint,
     )
 
 

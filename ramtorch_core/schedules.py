@@ -23,7 +23,8 @@ from ramtorch_core.memory.ranges import Kind, Listener, Range
 from ramtorch_core.plan.check import peak_activations
 from ramtorch_core.plan.schedule import Schedule
 from ramtorch_core.simulate import ChunkCost, PipelinePlan, simulate_pipeline
-from ramtorch_core.tuning import USABLE, WARM_UP
+from ramtorch_core.tuning import WARM_UP
+from ramtorch_core.wishes import USABLE
 
 __all__ = ["AUTO", "CANDIDATES", "FIRST", "AutoSchedule", "ScheduledRunner"]
 

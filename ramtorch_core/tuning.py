@@ -40,7 +40,7 @@ from ramtorch_core.prediction import (
 from ramtorch_core.simulate import Choice, ChunkCost, Order, choose
 from ramtorch_core.simulate.choose import WINDOWS, pins
 from ramtorch_core.simulate.costs import resident_chunks
-from ramtorch_core.wishes import Auto, Wish, bytes_of
+from ramtorch_core.wishes import PLANNED, USABLE, Auto, Wish, bytes_of
 
 __all__ = ["Auto", "Order", "Tuner", "Wish", "bytes_of", "choose_for", "known_from", "tune_lazily"]
 
@@ -50,11 +50,6 @@ WARM_UP = 2
 """Steps before the measured ones: the first lays weights out as they are found to be used."""
 TIMED = 1 + PLAIN + AHEAD
 """Steps that are measured: in one memory is counted, the others are timed."""
-USABLE = 0.95
-"""Part of the free memory that is planned with where no gpu_memory is given: allocators need more than tensors take."""
-PLANNED = 0.98
-"""Part of a given gpu_memory that is planned with. A plan that was not measured is not known to the last byte: torch's
-allocator gives tensors up to a megabyte more than they ask for, and libraries take work space for what they compute."""
 
 
 class Tuner:

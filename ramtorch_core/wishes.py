@@ -9,9 +9,17 @@ from typing import Any, Literal, TypeAlias
 
 from ramtorch_core.errors import ConfigurationError, shown
 
-__all__ = ["Auto", "Wish", "bytes_of"]
+__all__ = ["PLANNED", "USABLE", "Auto", "Wish", "bytes_of", "usable_of"]
 
 Auto: TypeAlias = Literal["auto"]
+
+USABLE = 0.95
+"""Part of the free memory that is planned with where no gpu_memory is given: allocators need more than tensors take."""
+PLANNED = 0.98
+"""Part of a given gpu_memory that is planned with. A plan that was not measured is not known to the last byte: torch's
+allocator gives tensors up to a megabyte more than they ask for, and libraries take work space for what they compute."""
+CONTEXT_BYTES = 500_000_000
+"""What CUDA and its libraries take of a GPU before there is any tensor."""
 
 _UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
@@ -36,6 +44,11 @@ def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
     if nbytes <= 0:
         raise ConfigurationError(f"{name}={size!r}: it must be more than 0 bytes")
     return nbytes
+
+
+def usable_of(device_bytes: float) -> float:
+    """Bytes to plan with on a device of so many on which nothing runs; at least one."""
+    return max(1.0, USABLE * (device_bytes - CONTEXT_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ramtorch_core import ConfigurationError
 from ramtorch_core.errors import RamtorchError
-from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, host_bytes
-from ramtorch_core.prediction import Optimizer, Rates, StreamingPlan, machine, predict, rates_of, recommend
-from ramtorch_core.tuning import bytes_of
+from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, given, host_bytes
+from ramtorch_core.prediction import Optimizer, Order, Rates, StreamingPlan, machine, predict, rates_of, recommend
+from ramtorch_core.wishes import PLANNED, bytes_of, usable_of
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.plan_config import Configuration, from_config, from_name
 
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = from_config(options.config) if options.model is None else from_name(options.model, options.init)
         rates, source = _machine(options)
         found = _estimate(chosen, rates, options)
+        lines, fits = _report(chosen, found, rates, source, options)
     except (ConfigurationError, RamtorchError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
-    lines, fits = _report(chosen, found, rates, source, options)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
 
@@ -99,53 +99,64 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
 def _report(
     chosen: Configuration, found: Estimate, rates: Rates, source: str, options: argparse.Namespace
 ) -> tuple[list[str], bool]:
-    chunks = found.calibration.chunks
-    base = StreamingPlan(microbatches=options.microbatches or chosen.accumulate, optimizer=Optimizer.OVERLAPPED)
+    chunks, base = found.calibration.chunks, _base(chosen, options)
+    limit = usable_of(rates.device_bytes or 0)
+    if chosen.strategy.get("gpu_memory") is not None:
+        limit = min(limit, PLANNED * bytes_of(chosen.strategy["gpu_memory"]))
+    here = machine(rates, limit)
     largest = max(chunks, key=lambda chunk: chunk.weight_bytes)
     lines = [
         f"model    {chosen.name}: {found.parameters:,} parameters, {found.trained:,} of them trained; "
         f"{len(chunks)} chunks stream, the largest is {largest.name} with {largest.weight_bytes / 1e6:,.1f} MB",
-        f"machine  {source}: {(rates.device_bytes or 0) / 1e9:.1f} GB on the GPU, {rates.h2d / 1e9:.1f} GB/s over "
-        f"PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, {options.tflops:g} TFLOP/s",
+        f"machine  {source}: {(rates.device_bytes or 0) / 1e9:.1f} GB on the GPU, of which a plan may take "
+        f"{limit / 1e9:.1f}, {rates.h2d / 1e9:.1f} GB/s over PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, "
+        f"{options.tflops:g} TFLOP/s",
     ]
     if not any(chunk.kept_bytes for chunk in chunks):
         lines.append("         activations and the loss are not counted: there is no example_input_array")
-    fits = True
-    knobs = {name: chosen.strategy[name] for name in _KNOBS if name in chosen.strategy}
-    if knobs:
-        plan = _configured(base, knobs)
-        prediction = predict(found.calibration, plan)
-        enough = prediction.peak_bytes <= (rates.device_bytes or 0)
-        fits &= enough
+    fits, planned = True, None
+    knobs = {name: chosen.strategy[name] for name in _KNOBS if chosen.strategy.get(name, "auto") != "auto"}
+    fixed = given(found, base, **knobs)
+    if knobs and "auto" not in chosen.strategy.values():
+        planned = fixed
+        prediction = predict(found.calibration, planned, here)
+        fits = prediction.peak_bytes <= limit
         lines.append(
             f"given    {', '.join(f'{name}={value}' for name, value in knobs.items())}: {prediction.seconds:.4g} s per "
-            f"step, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: {'fits' if enough else 'does not fit'}"
+            f"step, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: {'fits' if fits else 'does not fit'}"
         )
+        knobs = {}
     try:
-        choice = recommend(found.calibration, machine(rates), base)
+        choice = recommend(
+            found.calibration,
+            here,
+            base,
+            windows=(fixed.window,) if "window" in knobs else None,
+            resident=(fixed.pin,) if "pin" in knobs else None,
+            checkpoint=(fixed.checkpoint,) if "activations" in knobs else (False, True),
+        )
     except ConfigurationError as error:
         return [*lines, f"GPU      does not fit: {error}"], False
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]
-    needed = host_bytes(found, _configured(base, knobs) if knobs else choice.plan)
+    needed = host_bytes(found, planned or choice.plan)
     verdict = ""
     if options.ram is not None:
         verdict = f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
         fits &= needed <= options.ram
-    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients on their way)")
+    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients)")
     return lines, fits
 
 
-def _configured(base: StreamingPlan, knobs: Mapping[str, Any]) -> StreamingPlan:
-    pin = knobs.get("pin", 0)
-    if not isinstance(pin, int) and not all(isinstance(index, int) for index in pin):
-        raise ConfigurationError(f"pin={pin}: chunks by name cannot be planned, give a count or indices")
+def _base(chosen: Configuration, options: argparse.Namespace) -> StreamingPlan:
+    """What is not chosen, as the Trainer would make it."""
+    together = int(chosen.strategy.get("n_microbatches", 1))
+    published = chosen.strategy.get("gradients") == "published"
     return StreamingPlan(
-        window=int(knobs.get("window", 2)),
-        pin=pin if isinstance(pin, int) else tuple(pin),
-        checkpoint=knobs.get("activations", "checkpoint") != "keep",
-        microbatches=base.microbatches,
-        optimizer=base.optimizer,
+        microbatches=options.microbatches or (together if together > 1 else chosen.accumulate),
+        order=Order.CHUNK if together > 1 else Order.MICROBATCH,
+        optimizer=Optimizer.PUBLISHED if published else Optimizer.OVERLAPPED,
+        clip=chosen.clips,
     )
 
 

@@ -24,6 +24,7 @@ class Configuration:
         make: builds it.
         strategy: arguments of OffloadStrategy.
         accumulate: batches per step.
+        clips: gradients are clipped.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Configuration:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "bf16-mixed"
     accumulate: int = 1
+    clips: bool = False
 
     def build(self) -> pl.LightningModule:
         """The model, with what `configure_model` adds."""
@@ -65,7 +67,7 @@ def from_config(path: str) -> Configuration:
     """A YAML file as LightningCLI writes it, with `model: {class_path: ..., init_args: ...}`.
 
     Raises:
-        ConfigurationError: the file names no model.
+        ConfigurationError: the file names no model, or a strategy that is not planned here.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"--config {path}: there is no such file")
@@ -80,12 +82,19 @@ def from_config(path: str) -> Configuration:
     trainer = config.get("trainer") or {}
     strategy = trainer.get("strategy")
     given = strategy.get("init_args") if isinstance(strategy, Mapping) else None
+    kind = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2].lower()
+    if kind.startswith("pipeline"):
+        raise ConfigurationError(
+            f"{path}: plans are for one GPU with OffloadStrategy; for a pipeline, give what its stages cost to "
+            f"python -m ramtorch_core.pipeline_offload_simulator"
+        )
     return Configuration(
         str(model["class_path"]).rpartition(".")[2],
         lambda: _instantiate(model),
         strategy=given or {},
         precision=str(trainer.get("precision") or "32-true"),
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        clips=bool(trainer.get("gradient_clip_val")),
     )
 
 

@@ -28,7 +28,7 @@ from ramtorch_core.prediction import (
     step_cost,
 )
 
-RATES = Rates(10.0, 5.0, 12.0, 1000.0, 0.1, 0.01, 2000)
+RATES = Rates(10.0, 5.0, 12.0, 1000.0, 0.1, 0.01, 1 << 40)
 CHUNK = ChunkMeasure("blocks.0", 10, 10, 6, 40, 20, 20, 1.0, 0.75, 2.0, 300, 30, 280)
 CALIBRATION = Calibration(RATES, (CHUNK,) * 3, outside=0.5, window=2, peaks=None)
 
@@ -63,7 +63,7 @@ def test_the_hosts_time_around_visits_counts_once_per_microbatch_and_between_ste
     slow = replace(CALIBRATION, issue=Issue(3.0, 1.0, 4.0, begin=5.0, loss=6.0), between=7.0)
     for count in (1, 2):
         plan = StreamingPlan(window=3, checkpoint=False, microbatches=count, optimizer=Optimizer.OVERLAPPED)
-        fast = replace(slow, rates=Rates(1e9, 1e9, 1e9, 1e12, 1e-9, 1e-9, 2000))
+        fast = replace(slow, rates=Rates(1e9, 1e9, 1e9, 1e12, 1e-9, 1e-9, 1 << 40))
         assert predict(fast, plan).seconds == pytest.approx(7 + count * (3 * (3 + 4) + 5 + 6))
 
 
@@ -141,11 +141,18 @@ def test_buffers_are_charged_whether_or_not_memory_was_measured(monkeypatch: pyt
 
 
 def test_a_recommendation_fits_the_devices_memory() -> None:
-    choice = recommend(CALIBRATION)
+    choice = recommend(CALIBRATION, on=machine(RATES, gpu_bytes=2000))
     assert choice.peak_bytes <= 2000
     small = recommend(CALIBRATION, on=machine(RATES, gpu_bytes=700))
     assert small.peak_bytes <= 700
     assert small.seconds >= choice.seconds
+
+
+def test_of_a_whole_device_no_plan_takes_what_cuda_and_allocators_need() -> None:
+    assert machine(replace(RATES, device_bytes=24_000_000_000)).gpu_bytes == pytest.approx(0.95 * 23.5e9)
+    assert machine(replace(RATES, device_bytes=1000)).gpu_bytes == 1
+    assert machine(replace(RATES, device_bytes=None)).gpu_bytes is None
+    assert machine(RATES, gpu_bytes=1e9).gpu_bytes == 1e9
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ramtorch_core import prediction
 from ramtorch_core.planning import Subject, describe_machine, estimate, host_bytes
-from ramtorch_core.prediction import Optimizer, StreamingPlan, step_cost
+from ramtorch_core.prediction import Optimizer, Order, StreamingPlan, step_cost
+from ramtorch_lightning import plan as plan_command
 from ramtorch_lightning.plan import main
 from ramtorch_lightning.plan_config import from_config
 
@@ -132,13 +134,13 @@ def test_what_configure_model_adds_is_planned(capsys: Any) -> None:
     assert "2 chunks stream" in text
 
 
-def write(path: Path, strategy: str = "offload", model: str | None = None) -> str:
+def write(path: Path, strategy: str = "offload", model: str | None = None, trainer: str = "") -> str:
     file = path / "config.yaml"
     file.write_text(
         f"""
 trainer:
   precision: bf16-mixed
-  accumulate_grad_batches: 4
+  accumulate_grad_batches: 4{trainer}
   strategy: {strategy}
 model:
   class_path: {__name__}.{model or "Large"}
@@ -162,6 +164,88 @@ def test_a_configuration_gives_model_precision_accumulation_and_knobs(tmp_path: 
     code, text = plan("--config", file, "--gpu", "500MB", capsys=capsys)
     assert code == 1
     assert "GPU: does not fit" in text
+
+
+def planned_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is recommended, from what."""
+    asked: list[Any] = []
+
+    def recommend(calibration: Any, on: Any, base: StreamingPlan, **from_what: Any) -> Any:
+        asked.append((on, base, from_what))
+        return prediction.recommend(calibration, on, base, **from_what)
+
+    monkeypatch.setattr(plan_command, "recommend", recommend)
+    return asked
+
+
+def offload(knobs: str) -> str:
+    return f"{{class_path: ramtorch_lightning.OffloadStrategy, init_args: {{{knobs}}}}}"
+
+
+def test_knobs_that_are_auto_are_chosen_and_the_others_stay(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = planned_of(monkeypatch)
+    for knobs, expected in (
+        ("window: auto, pin: auto, activations: auto", (None, None, (False, True))),
+        ("window: 3, pin: auto, activations: keep", ((3,), None, (False,))),
+        ("window: auto, pin: [blocks.1]", (None, ((1,),), (False, True))),
+    ):
+        code, text = plan("--config", write(tmp_path, offload(knobs)), *MACHINE, capsys=capsys)
+        assert code == 0
+        assert "given " not in text
+        from_what = asked.pop()[2]
+        assert (from_what["windows"], from_what["resident"], from_what["checkpoint"]) == expected
+
+
+def test_what_the_trainer_and_the_strategy_are_told_is_planned_for(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = planned_of(monkeypatch)
+    plan("--config", write(tmp_path, offload("n_microbatches: 3, gradients: published")), *MACHINE, capsys=capsys)
+    _, base, _ = asked.pop()
+    assert (base.microbatches, base.order, base.optimizer, base.clip) == (3, Order.CHUNK, Optimizer.PUBLISHED, False)
+    clips = "\n  gradient_clip_val: 1.0"
+    plan("--config", write(tmp_path, offload("window: 2"), trainer=clips), *MACHINE, capsys=capsys)
+    _, base, _ = asked.pop()
+    assert (base.microbatches, base.order, base.optimizer, base.clip) == (
+        4,
+        Order.MICROBATCH,
+        Optimizer.OVERLAPPED,
+        True,
+    )
+
+
+def test_a_part_of_the_gpu_is_left_to_cuda_and_the_allocator(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = planned_of(monkeypatch)
+    _, text = plan(here("Large"), *MACHINE, capsys=capsys)
+    assert "24.0 GB on the GPU, of which a plan may take 22.3" in text
+    assert asked.pop()[0].gpu_bytes == pytest.approx(0.95 * (24e9 - 0.5e9))
+    for given, expected in (("20GB", 0.98 * 20e9), ("30GB", 0.95 * (24e9 - 0.5e9))):
+        file = write(tmp_path, offload(f"window: auto, gpu_memory: {given}"))
+        plan("--config", file, *MACHINE, capsys=capsys)
+        assert asked.pop()[0].gpu_bytes == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("pipeline", "pipeline_offload_simulator"),
+        ("{class_path: ramtorch_lightning.PipelineStrategy, init_args: {}}", "pipeline_offload_simulator"),
+        (offload("pin: [nowhere]"), "no chunk is named 'nowhere'"),
+        (offload("window: 0"), "window=0"),
+        (offload("window: auto, gpu_memory: 20 cats"), "gpu_memory='20 cats'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    strategy: str, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    code, text = plan("--config", write(tmp_path, strategy), *MACHINE, capsys=capsys)
+    assert code == 2
+    assert text.startswith("plan: ")
+    assert message in text
 
 
 def test_objects_inside_of_a_configuration_are_made_too(tmp_path: Path) -> None:
