@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ramtorch_core import ChunkRow, ConfigurationError, MicrobatchRunner, Streamer, attach, format_rows
@@ -212,7 +213,8 @@ class OffloadStrategy(WaitingStrategy):
             path = StepPath(self.streamer, trainer, self.lightning_module, self.optimizers, self._gradients)
             self._path = path
             if self._microbatches > 1:
-                self._runner = MicrobatchRunner(self.streamer, path.begin_backward, path.end_backward)
+                aside = lambda submodule: isinstance(submodule, Metric)
+                self._runner = MicrobatchRunner(self.streamer, path.begin_backward, path.end_backward, aside)
         if self._wish.open:
             recut = self._runner.cut_anew if self._runner is not None else lambda: None
             count, optimizers = self._microbatches, self.optimizers

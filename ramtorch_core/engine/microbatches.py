@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from ramtorch_core.engine.pipeline.executor import Executor, StepResult
+from ramtorch_core.engine.pipeline.kept import Kept
 from ramtorch_core.engine.pipeline.stages import StageMap
 from ramtorch_core.engine.pipeline.step import Root
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.plan.itinerary import Direction, Itinerary
-from ramtorch_core.plan.schedule import chunk_major, sequential
+from ramtorch_core.plan.schedule import chunk_major, one_by_one, sequential
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +29,15 @@ class MicrobatchRunner:
     The graph is cut at the chunks, so that weights cross the bus once per pass instead of once per microbatch, and
     gradients add up on the device and leave it once. For this every chunk has to be called once per microbatch, always
     in one order: that of the last forward, or at first that of registration. Where the first step shows that it is not,
-    one microbatch runs after the other, and the log says so.
+    one microbatch runs after the other, and the log says so. That step itself takes them one after the other, to see
+    what modules keep of a microbatch from one chunk to the next.
 
     Args:
         streamer: attached to the module.
         begin_updates: called before the first backward whose gradients are those of the whole step; it may begin
             overlapped updates.
         end_updates: called after the last backward.
+        aside: submodules for which it is true count over all microbatches, whatever they keep (metrics, for example).
     """
 
     def __init__(
@@ -42,9 +45,11 @@ class MicrobatchRunner:
         streamer: Streamer,
         begin_updates: Callable[[], None] = lambda: None,
         end_updates: Callable[[], None] = lambda: None,
+        aside: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self._streamer, self._begin_updates, self._end_updates = streamer, begin_updates, end_updates
         self._executor: Executor | None = None
+        self._kept, self._aside = Kept(streamer.root, aside), aside
         self._known: list[str] = []  # names of chunks in the order in which they are called
         self._apart = False  # one microbatch runs after the other
 
@@ -80,10 +85,16 @@ class MicrobatchRunner:
         if stages == 1:
             return self._one_by_one(executor, function, inputs, root, accumulate, step)
         try:
+            keeping = self._kept.step(True) if len(inputs) > 1 else None
+            alone = keeping is not None and keeping.watched
+            plan = one_by_one((0,) * stages, len(inputs)) if alone else chunk_major(stages, len(inputs))
+            more: dict[str, Any] = {"accumulate": accumulate, "step": step, "keeping": keeping}
             with self._streamer.together(len(inputs)):
-                plan, finish = chunk_major(stages, len(inputs)), self._streamer.finish_together
-                begins = self._beginning(root, 0)
-                return executor.run(function, inputs, plan, begins, accumulate=accumulate, step=step, finish=finish)
+                finish, begins = self._streamer.finish_together, self._beginning(root, 0)
+                result = executor.run(function, inputs, plan, begins, finish=finish, **more)
+            if alone:
+                self._kept.learned(True)
+            return result
         except StageOrderError as error:
             if not first:
                 raise RamtorchError(
@@ -111,6 +122,7 @@ class MicrobatchRunner:
     def cut_anew(self) -> None:
         """Other chunks stream than before, or the tree has other modules; between two steps."""
         self._apart |= self._executor is not None and self._executor.stages.count == 1
+        self._kept = Kept(self._streamer.root, self._aside)
         self.close()
 
     def close(self) -> None:

@@ -95,6 +95,24 @@ def test_weights_that_several_chunks_use_differ_from_accumulation_in_the_last_pl
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+class Looking(Net):
+    """Keeps something of its input, which it looks up behind every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = 1 + x.mean()
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        return self.head(x)
+
+
+@EVERY_PRECISION
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+def test_each_microbatch_finds_what_the_model_kept_of_it(gradients: str, precision: Any) -> None:
+    """All of them found what was kept of the last one, and trained with it."""
+    compare(lambda: Classifier(Looking()), streaming={"gradients": gradients}, precision=precision)
+
+
 def test_weights_cross_once_per_pass() -> None:
     """Of three chunks, the last stays in its slot between its forward and backward visits."""
     assert compare(streaming={"window": 1}).strategy.transfers == 5
