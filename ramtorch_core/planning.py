@@ -16,7 +16,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
-from ramtorch_core.prediction import STATE_BYTES, Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
+from ramtorch_core.prediction import Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
 from ramtorch_core.simulate.costs import resident_chunks
 
 __all__ = ["Estimate", "Subject", "describe_machine", "estimate", "given", "host_bytes"]
@@ -153,13 +153,15 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
     chunks = found.calibration.chunks
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
-    gone = sum(chunks[index].master_bytes + chunks[index].trained * STATE_BYTES for index in resident)
+    every = planned_costs(found.calibration, plan)
+    gone = sum(every[index].master_bytes + every[index].state_bytes for index in resident)
     shadows = sum(chunk.weight_bytes for chunk in streamed if chunk.weight_bytes < chunk.master_bytes)
-    priced = [cost for index, cost in enumerate(planned_costs(found.calibration, plan)) if index not in resident]
+    priced = [cost for index, cost in enumerate(every) if index not in resident]
     overlapped = plan.updates not in (Optimizer.NONE, Optimizer.PUBLISHED)
     if plan.adds or plan.clip or not overlapped:  # all of them wait for the last one
         gradients = sum(cost.gradient_bytes for cost in priced)
     else:
         widest = max((max(cost.weight_bytes, cost.gradient_bytes) for cost in priced), default=0.0)
         gradients = min(STAGING_BUFFERS, len(priced)) * widest
-    return found.bytes + found.trained * STATE_BYTES - gone + shadows + gradients
+    moments = 2 * found.trained * found.bytes / max(1, found.parameters)  # of AdamW, in the masters' dtype
+    return found.bytes + moments - gone + shadows + gradients

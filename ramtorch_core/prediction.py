@@ -18,7 +18,7 @@ from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
-from ramtorch_core.pricing import STATE_BYTES, costs, half_precision, planned_costs, step_cost
+from ramtorch_core.pricing import costs, half_precision, planned_costs, step_cost
 from ramtorch_core.simulate import (
     Choice,
     ChunkCost,
@@ -40,7 +40,6 @@ from ramtorch_core.simulate.steps import HOST
 from ramtorch_core.wishes import usable_of
 
 __all__ = [
-    "STATE_BYTES",
     "Calibration",
     "ChunkCost",
     "ChunkMeasure",

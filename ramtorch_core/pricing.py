@@ -11,10 +11,7 @@ from ramtorch_core.memory.bounce import BOUNCE_BYTES
 from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
 from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 
-__all__ = ["STATE_BYTES", "costs", "half_precision", "planned_costs", "step_cost"]
-
-STATE_BYTES = 8
-"""Of AdamW, per trained parameter."""
+__all__ = ["costs", "half_precision", "planned_costs", "step_cost"]
 
 
 def costs(
@@ -118,6 +115,7 @@ def _cost(
     calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, *, published: bool, clip: bool
 ) -> ChunkCost:
     width = chunk.master_bytes / max(1, chunk.parameters)
+    state_bytes = 2 * chunk.trained * width  # of AdamW, in the master's dtype
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
     gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
     half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
@@ -143,15 +141,15 @@ def _cost(
         update=chunk.trained * rates.host_update * slower,
         recast=(chunk.master_bytes + chunk.weight_bytes) / rates.host_memory if half and not published else 0.0,
         device_update=chunk.trained * rates.device_update,
-        state_in=(summed + chunk.trained * STATE_BYTES) / rates.h2d,
-        state_out=(summed + chunk.trained * STATE_BYTES + chunk.weight_bytes) / rates.d2h,
+        state_in=(summed + state_bytes) / rates.h2d,
+        state_out=(summed + state_bytes + chunk.weight_bytes) / rates.d2h,
         weight_bytes=chunk.weight_bytes,
         master_bytes=chunk.master_bytes,
         gradient_bytes=gradient_bytes,
         produced_bytes=chunk.gradient_bytes,
         resident_gradient_bytes=summed,
         passing_bytes=chunk.gradient_bytes * (half or several) + chunk.largest * width * (half and several),
-        state_bytes=chunk.trained * STATE_BYTES,
+        state_bytes=state_bytes,
         update_bytes=update_bytes,
         kept_bytes=chunk.kept_bytes,
         boundary_bytes=chunk.boundary_bytes,

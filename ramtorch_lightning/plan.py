@@ -21,7 +21,9 @@ from ramtorch_core.wishes import PLANNED, bytes_of, usable_of
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.plan_config import Configuration, from_config, from_name
 
-_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 _KNOBS = ("window", "pin", "activations")
 
 
@@ -58,9 +60,16 @@ def _machine(options: argparse.Namespace) -> tuple[Rates, str]:
 
 def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) -> Estimate:
     precision = str(options.precision or chosen.precision)
+    precision = _SHORT.get(precision, precision)
+    if precision not in (*_MIXED, *_TRUE):
+        raise ConfigurationError(
+            f"precision '{precision}' is not planned for; use one of {', '.join((*_MIXED, *_TRUE))}"
+        )
+    dtype = _TRUE.get(precision)
 
     def build() -> Subject:
         module = chosen.build()
+        module = module if dtype is None else module.to(dtype)
         spec = chunk_spec(module, chosen.strategy.get("chunks"))
         example = getattr(module, "example_input_array", None)
         if options.tokens or example is None:
@@ -70,7 +79,7 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
                     f"follow: set it, or pass --tokens, the number of tokens of one microbatch"
                 )
             return Subject(module, None, spec)
-        inputs = _resized(example, options.batch)
+        inputs = _resized(example, options.batch, dtype)
 
         def forward() -> Any:
             try:
@@ -92,7 +101,7 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
         1e12 * options.tflops,
         tokens=options.tokens or 0,
         resident_below=int(chosen.strategy.get("resident_below", 1 << 20)),
-        autocast=_DTYPES.get(precision),
+        autocast=_MIXED.get(precision),
     )
 
 
@@ -160,16 +169,30 @@ def _base(chosen: Configuration, options: argparse.Namespace) -> StreamingPlan:
     )
 
 
-def _resized(example: Any, batch: int | None) -> Any:
-    """The example without values, with another first dimension if one is given."""
+def _resized(example: Any, batch: int | None, dtype: torch.dtype | None) -> Any:
+    """The example without values, with another first dimension, or another dtype of what is no integer, if given."""
     if isinstance(example, Tensor):
         size = example.shape if batch is None or not example.dim() else (batch, *example.shape[1:])
-        return torch.zeros(size, dtype=example.dtype)
+        return torch.zeros(size, dtype=dtype if example.is_floating_point() and dtype else example.dtype)
     if isinstance(example, Mapping):
-        return {key: _resized(value, batch) for key, value in example.items()}
+        return {key: _resized(value, batch, dtype) for key, value in example.items()}
     if isinstance(example, list | tuple):
-        return tuple(_resized(value, batch) for value in example)
+        return tuple(_resized(value, batch, dtype) for value in example)
     return example
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: it must be positive and finite")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it must be 1 or more")
+    return value
 
 
 def _size(text: str) -> float:
@@ -190,14 +213,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", help="a configuration file of LightningCLI, instead of the model's name")
     parser.add_argument("--gpu", type=_size, help="memory of the GPU, as in 24GB; without it, this machine is measured")
     parser.add_argument("--ram", type=_size, help="memory of the host, as in 64GB")
-    parser.add_argument("--pcie", type=float, help="GB/s in one direction (25, if a GPU is described)")
+    parser.add_argument("--pcie", type=_rate, help="GB/s in one direction (25, if a GPU is described)")
     parser.add_argument(
-        "--ram-speed", type=float, default=60.0, help="GB/s of the host's memory, if a GPU is described"
+        "--ram-speed", type=_rate, default=60.0, help="GB/s of the host's memory, if a GPU is described"
     )
-    parser.add_argument("--tflops", type=float, default=150.0, help="what the GPU sustains in this precision (150)")
-    parser.add_argument("--batch", type=int, help="samples per microbatch, instead of those of example_input_array")
-    parser.add_argument("--tokens", type=int, help="tokens per microbatch, where there is no example_input_array")
-    parser.add_argument("--microbatches", type=int, help="accumulated per step, instead of the configuration's")
+    parser.add_argument("--tflops", type=_rate, default=150.0, help="what the GPU sustains in this precision (150)")
+    parser.add_argument("--batch", type=_count, help="samples per microbatch, instead of those of example_input_array")
+    parser.add_argument("--tokens", type=_count, help="tokens per microbatch, where there is no example_input_array")
+    parser.add_argument("--microbatches", type=_count, help="accumulated per step, instead of the configuration's")
     parser.add_argument("--precision", help="of the Trainer, instead of the configuration's")
     return parser
 

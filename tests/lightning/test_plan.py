@@ -294,6 +294,35 @@ def test_without_a_gpu_one_has_to_be_described(capsys: Any, monkeypatch: pytest.
     assert "--gpu 24GB" in text
 
 
+@pytest.mark.parametrize(
+    ("precision", "slot", "bytes_per_parameter"),
+    [("bf16-mixed", "536.9", 4 + 8 + 2), ("bf16-true", "536.9", 2 + 4), ("16", "536.9", 14), ("32", "1,073.7", 4 + 8)],
+)
+def test_weights_and_moments_take_what_the_precision_says(
+    precision: str, slot: str, bytes_per_parameter: int, tmp_path: Path, capsys: Any
+) -> None:
+    file = write(tmp_path, offload("window: 2"))
+    Path(file).write_text(Path(file).read_text().replace("8192", "16384").replace("batches: 4", "batches: 1"))
+    _, text = plan("--config", file, *MACHINE, "--precision", precision, capsys=capsys)
+    assert f"with {slot} MB" in text
+    gigabytes = 6 * 16384**2 * bytes_per_parameter / 1e9 + 4 * float(slot.replace(",", "")) / 1e3
+    assert f"RAM      {gigabytes:.1f} GB" in text
+
+
+def test_an_unknown_precision_is_refused(capsys: Any) -> None:
+    code, text = plan(here("Large"), *MACHINE, "--precision", "fp99", capsys=capsys)
+    assert code == 2
+    assert "'fp99' is not planned for; use one of bf16-mixed" in text
+
+
+@pytest.mark.parametrize("flag", ["--tflops", "--pcie", "--ram-speed", "--batch", "--tokens", "--microbatches"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_amounts_that_cannot_be_are_refused(flag: str, value: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([here("Large"), *MACHINE, f"{flag}={value}"])
+    assert f"argument {flag}: {value}: it must be " in capsys.readouterr().err
+
+
 def test_sizes_need_units(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["x:Y", "--gpu", "24"])
