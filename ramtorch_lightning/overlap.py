@@ -99,8 +99,9 @@ class StepPath:
         self.overlaps = reason is None and bool(streamer.groups)
         updates = streamer.updates
         if self.overlaps:
-            if trainer.gradient_clip_val or _accumulates(trainer):
-                streamer.check_host_memory(overlapped=False)  # gradients of the whole model wait for the last one
+            several = _accumulates(trainer)
+            if trainer.gradient_clip_val or several:  # gradients of the whole model wait for the last one
+                streamer.check_host_memory(overlapped=not several, held=not several)
             between = any(is_overridden(hook, module, pl.LightningModule) for hook in _HOOKS_BETWEEN_STEPS)
             updates.run_on = not streamer.conservative and not between
             self._waiting = _WaitForUpdates(updates.wait)

@@ -113,13 +113,14 @@ class Inventory:
         self.built = True
         return rebuilt
 
-    def check_host_memory(self, limit: int | None, *, training: bool, overlapped: bool) -> None:
+    def check_host_memory(self, limit: int | None, *, training: bool, overlapped: bool, held: bool = False) -> None:
         """Refuse before it is allocated what the host cannot hold.
 
         Args:
             limit: bytes that may be used; by default what the system reports as available.
             training: count gradients.
             overlapped: count those on their way to the updates only.
+            held: which are all of them, in the dtypes in which weights cross.
 
         Raises:
             HostMemoryError: shadows and gradients need more than `limit`.
@@ -130,9 +131,10 @@ class Inventory:
         shadows, gradients = 0, [0]
         for group in self.groups:
             shadows += sum(2 * w.parameter.numel() for w in group.weights if self.dtypes.may_be_half(w))
-            gradients.append(sum(w.parameter.nbytes for w in group.weights if training and w.parameter.requires_grad))
+            trained = [w for w in group.weights if training and w.parameter.requires_grad]
+            gradients.append(sum(w.nbytes if held else w.parameter.nbytes for w in trained))
         needed = sum(gradients)
-        if overlapped:
+        if overlapped and not held:
             needed = min(needed, STAGING_BUFFERS * max(gradients))
         if limit is not None or not self.built:
             needed += shadows

@@ -178,13 +178,16 @@ class Streamer:
         """Names of streamed chunks whose forward has not been called."""
         return self._inventory.never_visited()
 
-    def check_host_memory(self, *, overlapped: bool) -> None:
+    def check_host_memory(self, *, overlapped: bool, held: bool = False) -> None:
         """Refuse what the host cannot hold.
+
+        Args:
+            overlapped: gradients go to updates, which are, with `held`, those of the whole model at once.
 
         Raises:
             HostMemoryError: shadows (unless they exist already) and gradients need more than there is.
         """
-        self._inventory.check_host_memory(self._host_memory, training=self._training, overlapped=overlapped)
+        self._inventory.check_host_memory(self._host_memory, training=self._training, overlapped=overlapped, held=held)
 
     def prepare(self) -> None:
         """Allocate arenas and slots now, for the autocast state of the caller, instead of at the first visit.

@@ -132,6 +132,17 @@ def test_host_memory_is_checked_for_what_each_way_needs() -> None:
         fit(deep, Counting(gradients="published", **options))
 
 
+def test_gradients_that_wait_for_the_norm_are_counted_as_they_cross() -> None:
+    """A half-precision shadow of almost every weight takes half of the weights' bytes, and its gradient as much."""
+    deep = lambda: Classifier(Net(depth=8))
+    weights = sum(p.nbytes for p in deep().parameters())
+    options: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    fit(deep, Counting(host_memory=weights * 12 // 10), **options)
+    for memory, more in ((8, {}), (12, {"accumulate_grad_batches": 2})):
+        with pytest.raises(HostMemoryError):
+            fit(deep, Counting(host_memory=weights * memory // 10), **options, **more)
+
+
 def test_finding_the_learning_rate_restores_the_weights_that_were(tmp_path: Path) -> None:
     from lightning.pytorch.tuner import Tuner
 
