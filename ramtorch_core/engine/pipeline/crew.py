@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ramtorch_core.memory.ranges import name_thread
+
 __all__ = ["Crew"]
 
 Job: TypeAlias = Callable[[], None]
@@ -104,6 +106,7 @@ class Crew:
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
+    name_thread()
     while (task := tasks.get()) is not None:
         try:
             task.run()
