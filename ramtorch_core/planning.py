@@ -16,6 +16,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
+from ramtorch_core.optim.ahead import BYTES as AHEAD_BYTES
 from ramtorch_core.prediction import Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
 from ramtorch_core.simulate.costs import resident_chunks
 
@@ -149,7 +150,10 @@ def given(
 
 
 def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
-    """Host memory that training under `plan` takes: masters, shadows, moments, and gradients."""
+    """Host memory that training under `plan` takes: masters, shadows, moments, and gradients.
+
+    And copies of what updates overwrite that run ahead of the norm.
+    """
     chunks = found.calibration.chunks
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
@@ -158,10 +162,11 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
     shadows = sum(chunk.weight_bytes for chunk in streamed if chunk.weight_bytes < chunk.master_bytes)
     priced = [cost for index, cost in enumerate(every) if index not in resident]
     overlapped = plan.updates not in (Optimizer.NONE, Optimizer.PUBLISHED)
+    copies = AHEAD_BYTES * sum(chunk.trained for chunk in streamed) if plan.clip and overlapped else 0
     if plan.adds or plan.clip or not overlapped:  # all of them wait for the last one
         gradients = sum(cost.gradient_bytes for cost in priced)
     else:
         widest = max((max(cost.weight_bytes, cost.gradient_bytes) for cost in priced), default=0.0)
         gradients = min(STAGING_BUFFERS, len(priced)) * widest
     moments = 2 * found.trained * found.bytes / max(1, found.parameters)  # of AdamW, in the masters' dtype
-    return found.bytes + moments - gone + shadows + gradients
+    return found.bytes + moments - gone + shadows + gradients + copies

@@ -21,19 +21,21 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def taken(plan: StreamingPlan) -> int:
-    """Bytes of host memory that the engine keeps gradients in."""
+def taken(plan: StreamingPlan, steps: int) -> int:
+    """Bytes of host memory that the engine keeps gradients in, and copies of what may be put back."""
     module = model()
     optimizer = torch.optim.AdamW(module.parameters())
     engine = attach(module, device="cpu", chunks="*", resident_below=0, pin=plan.pin)
     try:
-        for m in range(plan.microbatches):
-            last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
-            with engine.updates.overlap(optimizer, hold=plan.clip) if last else contextlib.nullcontext():
-                module(torch.ones(2, WIDTH)).sum().backward()
-        if plan.clip:
-            engine.updates.clip(module.parameters(), 1.0)
-        optimizer.step()
+        for _ in range(steps):
+            for m in range(plan.microbatches):
+                last = m == plan.microbatches - 1 and plan.optimizer is not Optimizer.PUBLISHED
+                with engine.updates.overlap(optimizer, hold=plan.clip) if last else contextlib.nullcontext():
+                    module(torch.ones(2, WIDTH)).sum().backward()
+            if plan.clip:
+                engine.updates.clip(module.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
         return engine.gradients.host_bytes() + engine.updates.host_bytes()
     finally:
         engine.close()
@@ -60,9 +62,10 @@ def test_the_host_keeps_as_many_gradients_as_the_engine_does(plan: StreamingPlan
         tokens=2,
         resident_below=0,
     )
+    copies = 3 * module_bytes // 4 if plan.clip and plan.microbatches == 1 else 0  # of updates that run ahead
     kept = host_bytes(found, plan) - 3 * module_bytes
-    assert kept == min(gradients, LAYERS - pin) * WEIGHT
-    assert taken(plan) <= kept
+    assert kept == min(gradients, LAYERS - pin) * WEIGHT + copies
+    assert taken(plan, steps=2) <= kept
 
 
 def test_sums_that_stay_on_the_device_leave_through_a_few_wider_buffers() -> None:
