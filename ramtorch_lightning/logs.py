@@ -35,22 +35,22 @@ class _Entry:
 class LogCapture:
     """Stands in for `LightningModule.log` while microbatches run, and then logs once what they logged.
 
-    Means are weighted by the size of the microbatch (by `batch_size` where it is given), sums are added, minima and
-    maxima taken over the microbatches. A metric object has seen every microbatch already and is logged as it is.
-    Arguments are checked in the call, so that an error points at the user's line.
+    Means are weighted by what the microbatch weighs, usually its size (by `batch_size` where it is given), sums are
+    added, minima and maxima taken over the microbatches. A metric object has seen every microbatch already and is
+    logged as it is. Arguments are checked in the call, so that an error points at the user's line.
     """
 
-    def __init__(self, module: pl.LightningModule, sizes: Sequence[int]) -> None:
+    def __init__(self, module: pl.LightningModule, weights: Sequence[float]) -> None:
         self._module = module
-        self._sizes = sizes
+        self._weights = weights
         self._entries: dict[tuple[str, int], _Entry] = {}
-        self._counts: list[dict[str, int]] = [{} for _ in sizes]
+        self._counts: list[dict[str, int]] = [{} for _ in weights]
         self._lock = threading.Lock()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, `module.log` (and `log_dict`, which calls it) is captured."""
-        if len(self._sizes) == 1:  # the one call that Lightning expects
+        if len(self._weights) == 1:  # the one call that Lightning expects
             yield
             return
         object.__setattr__(self._module, "log", self._log)
@@ -77,9 +77,10 @@ class LogCapture:
         """Log every entry once, in the order in which the first microbatch that has it logged it."""
         for entry in self._entries.values():
             order = sorted(entry.values)
+            order = [m for m in order if entry.sizes[m] or self._weights[m]] or order  # what weighs nothing may be NaN
             if not order:
                 continue
-            weights = [entry.sizes[m] or self._sizes[m] for m in order]
+            weights = [entry.sizes[m] or self._weights[m] for m in order]
             options = dict(entry.options)
             if any(size is not None for size in entry.sizes.values()):
                 options["batch_size"] = sum(weights)
@@ -136,7 +137,7 @@ def _detach(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _merge(values: Sequence[Any], weights: Sequence[int], reduce: Any) -> Any:
+def _merge(values: Sequence[Any], weights: Sequence[float], reduce: Any) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
         return {key: _merge([value[key] for value in values], weights, reduce) for key in first}

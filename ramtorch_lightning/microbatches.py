@@ -16,10 +16,13 @@ from ramtorch_lightning.base import HostStrategy
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.publishing import Share, drop_gradients, publishing, sees_old_gradients, skips_backward
 
-__all__ = ["MicrobatchedStrategy", "Runner", "SplitFn"]
+__all__ = ["MicrobatchedStrategy", "Runner", "SplitFn", "WeightFn"]
 
 SplitFn = Callable[[Any, int], Sequence[Any]]
 """(batch, n) -> microbatches."""
+
+WeightFn = Callable[[Any], float]
+"""microbatch -> its share in the loss of its batch, relative to the others'."""
 
 
 class Runner(Protocol):
@@ -43,25 +46,28 @@ class Runner(Protocol):
 class MicrobatchedStrategy(HostStrategy):
     """Splits batches, and puts losses and logs together again."""
 
-    def _configure_microbatches(self, count: int, split_fn: SplitFn | None) -> None:
+    def _configure_microbatches(self, count: int, split_fn: SplitFn | None, weight_fn: WeightFn | None) -> None:
         if type(count) is not int or count < 1:
             raise ConfigurationError(f"n_microbatches={shown(count)}: at least 1 is needed")
         if split_fn is not None:
             check_function("split_fn", split_fn, "(batch, n) -> list of microbatches")
-        self._microbatches, self._split_fn = count, split_fn
+        if weight_fn is not None:
+            check_function("weight_fn", weight_fn, "microbatch -> weight")
+        self._microbatches, self._split_fn, self._weight_fn = count, split_fn, weight_fn
         self._told: set[str] = set()
 
     def _train(self, module: pl.LightningModule, runner: Runner, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One batch through `training_step`, in microbatches; its loss publishes the gradients in its backward."""
         trainer = module.trainer
         inputs, sizes = self._split(args[0])
-        logs = LogCapture(module, sizes)
+        weights = self._weigh(inputs, sizes)
+        logs = LogCapture(module, weights)
 
         def step(item: tuple[int, Any]) -> Any:
             with logs.microbatch(item[0]):
                 return module.training_step(item[1], *args[1:], **kwargs)
 
-        share = Share(sizes, trainer.accumulate_grad_batches, self._loss_scale())
+        share = Share(weights, trainer.accumulate_grad_batches, self._loss_scale())
         watched = is_overridden("backward", module)  # the user's own backward may scale the loss
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         number = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -112,6 +118,19 @@ class MicrobatchedStrategy(HostStrategy):
             return [batch], [1]
         sizes = sizes_of(size, self._microbatches)
         return (split(batch, sizes) if len(sizes) > 1 else [batch]), sizes
+
+    def _weigh(self, parts: Sequence[Any], sizes: Sequence[int]) -> Sequence[float]:
+        """The shares of the microbatches in the loss and in means, relative to each other."""
+        if self._weight_fn is None or len(parts) == 1:
+            return sizes
+        given: list[Any] = [self._weight_fn(part) for part in parts]
+        try:
+            weights = [float(weight) for weight in given]
+        except (TypeError, ValueError, RuntimeError):  # the last for a tensor of several elements
+            weights = [-1.0]
+        if not all(0 <= weight < float("inf") for weight in weights):
+            raise ConfigurationError(f"weight_fn returned {shown(given)}: finite numbers of at least 0 are needed")
+        return weights if any(weights) else sizes
 
     def _tell_once(self, message: str) -> None:
         if message not in self._told:

@@ -29,7 +29,7 @@ from ramtorch_lightning._lightning import (
 )
 from ramtorch_lightning.arguments import ChunkSpec, Device
 from ramtorch_lightning.chunks import chunk_spec, warn_of_unused_chunks
-from ramtorch_lightning.microbatches import SplitFn
+from ramtorch_lightning.microbatches import SplitFn, WeightFn
 from ramtorch_lightning.overlap import StepPath
 from ramtorch_lightning.refusals import (
     allow_clipping,
@@ -80,6 +80,7 @@ class OffloadStrategy(WaitingStrategy):
         host_memory: bytes of RAM that may be used; by default what the system reports as available.
         gpu_memory: that "auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
+        weight_fn: `microbatch -> weight` in loss and logged means, such as a number of tokens; by default its size.
         accelerator: Lightning's accelerator; by default chosen by the Trainer.
         checkpoint_io: writes and reads checkpoints; by default without a second copy in RAM.
         precision_plugin: Lightning's precision plugin; by default what `Trainer(precision=)` says.
@@ -108,6 +109,7 @@ class OffloadStrategy(WaitingStrategy):
         host_memory: int | None = None,
         gpu_memory: int | str | None = None,
         split_fn: SplitFn | None = None,
+        weight_fn: WeightFn | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -127,7 +129,7 @@ class OffloadStrategy(WaitingStrategy):
         check_choice("gradients", gradients, ("auto", "published"))
         if gradients == "published" and updates != "host":
             raise ConfigurationError(f"gradients='published' leaves no updates to updates={updates!r}: leave one out")
-        self._configure_microbatches(n_microbatches, split_fn)
+        self._configure_microbatches(n_microbatches, split_fn, weight_fn)
         self._device_given = device is not None
         self._gradients = gradients
         self._chunks = chunks

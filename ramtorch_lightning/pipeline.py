@@ -39,7 +39,7 @@ from ramtorch_lightning.arguments import ChunkSpec, Devices, ScheduleSpec, Stage
 from ramtorch_lightning.chunks import chunk_spec
 from ramtorch_lightning.evaluation import evaluate_pipelined, evaluate_whole
 from ramtorch_lightning.logs import LogCapture
-from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn
+from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn, WeightFn
 from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer, check_plugins
 from ramtorch_lightning.writers import keep_average_on_host
 
@@ -83,6 +83,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         host_memory: bytes of RAM that streaming may use; by default what the system reports as available.
         gpu_memory: of each device that schedule="auto" may plan with: bytes, or as in "20GB". By default what is free.
         split_fn: `(batch, n) -> microbatches`, for batches without a common first dimension.
+        weight_fn: `microbatch -> weight` in loss and logged means, such as a number of tokens; by default its size.
         evaluate: "pipelined" splits validation, test and predict batches too; "whole" leaves them whole. Where such a
             step computes gradients, its microbatches run one after the other.
         accelerator: Lightning's accelerator; by default chosen by the Trainer.
@@ -113,6 +114,7 @@ class PipelineStrategy(MicrobatchedStrategy):
         host_memory: int | None = None,
         gpu_memory: int | str | None = None,
         split_fn: SplitFn | None = None,
+        weight_fn: WeightFn | None = None,
         evaluate: Literal["pipelined", "whole"] = "pipelined",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -120,7 +122,7 @@ class PipelineStrategy(MicrobatchedStrategy):
     ) -> None:
         check_plugins(accelerator, checkpoint_io, precision_plugin)
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self._configure_microbatches(n_microbatches, split_fn)
+        self._configure_microbatches(n_microbatches, split_fn, weight_fn)
         check_choice("evaluate", evaluate, ("pipelined", "whole"))
         check_choice("balance", balance, ("parameters", "memory", "time"))
         if device_weights is not None:
@@ -327,7 +329,7 @@ class PipelineStrategy(MicrobatchedStrategy):
             with self.runner.transparent():
                 return function(*args, **kwargs)
         inputs, sizes = self._split(args[0])
-        logs = LogCapture(module, sizes)
+        logs = LogCapture(module, self._weigh(inputs, sizes))
 
         def step(item: tuple[int, Any]) -> Any:
             with logs.microbatch(item[0]):

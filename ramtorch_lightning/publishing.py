@@ -23,21 +23,21 @@ __all__ = ["Share", "drop_gradients", "loss_of", "publishing", "sees_old_gradien
 class Share:
     """Each microbatch's part in the loss of the batch, of the accumulated batches, and of the scaled loss."""
 
-    def __init__(self, sizes: Sequence[int], batches: int, scale: Tensor | None) -> None:
-        self.sizes = sizes
+    def __init__(self, weights: Sequence[float], batches: int, scale: Tensor | None) -> None:
+        self.weights = weights
         self.batches = batches
         self.scale = scale
-        self.equal = len(set(sizes)) == 1
+        self.equal = len(set(weights)) == 1
 
     def root(self, output: Any, microbatch: int) -> tuple[Tensor, None] | None:
         """The tensor whose backward gives this microbatch's gradients."""
         loss = loss_of(output)
-        if loss is None:
+        if loss is None or not self.weights[microbatch]:
             return None
         if self.equal:
-            loss = loss / (len(self.sizes) * self.batches)
+            loss = loss / (len(self.weights) * self.batches)
         else:
-            loss = loss * (self.sizes[microbatch] / sum(self.sizes)) / self.batches
+            loss = loss * (self.weights[microbatch] / sum(self.weights)) / self.batches
         return (loss if self.scale is None else loss * self.scale.to(loss.device)), None
 
     def incoming(self) -> float | Tensor:
@@ -82,10 +82,10 @@ def publishing(
         gone: gradients were added to `.grad` or taken for updates already, so that there may be none to publish.
     """
     outputs = result.outputs
-    present = [m for m, output in enumerate(outputs) if loss_of(output) is not None]
+    present = [m for m, output in enumerate(outputs) if loss_of(output) is not None and share.weights[m]]
     if not present:
         return join(outputs, sizes)
-    loss: Tensor = join([loss_of(outputs[m]) for m in present], [sizes[m] for m in present])
+    loss: Tensor = join([loss_of(outputs[m]) for m in present], [share.weights[m] for m in present])
 
     def publish(incoming: Tensor) -> None:
         factor = incoming / share.incoming() if watched else None

@@ -225,12 +225,12 @@ TARGETS = [
     Target(
         "OffloadStrategy",
         use_offload_strategy,
-        [*STREAM, *UPDATES, "n_microbatches", "gradients", "device", "split_fn", *PLUGINS],
+        [*STREAM, *UPDATES, "n_microbatches", "gradients", "device", "split_fn", "weight_fn", *PLUGINS],
     ),
     Target(
         "PipelineStrategy",
         use_pipeline_strategy,
-        [*PIPELINE, *STREAM, "split_fn", "evaluate", *PLUGINS],
+        [*PIPELINE, *STREAM, "split_fn", "weight_fn", "evaluate", *PLUGINS],
     ),
     Target("attach", use_attach, [*STREAM, *UPDATES, "device", "example"]),
     Target(

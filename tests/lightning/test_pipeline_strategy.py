@@ -7,12 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_pipeline_cases import WIDTH, Model, assert_same_weights, dataset, fit, make_trainer, pipeline
+from lightning_pipeline_cases import CPU, WIDTH, Model, assert_same_weights, dataset, fit, make_trainer, pipeline
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from ramtorch_lightning import PipelineStrategy
+from ramtorch_core import ConfigurationError
+from ramtorch_lightning import OffloadStrategy, PipelineStrategy
 
 
 def compare(
@@ -83,6 +85,46 @@ def test_a_ragged_last_batch_is_weighted_by_the_size_of_its_microbatches() -> No
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     for name in ("loss_step", "loss_epoch", "val"):
         torch.testing.assert_close(trainer.callback_metrics[name], expected.callback_metrics[name])
+
+
+class Padded(Model):
+    """A mean over the rows that count; that of none is NaN."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y, counts = batch
+        return F.mse_loss(self(x)[counts], y[counts])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", [PipelineStrategy, OffloadStrategy])
+def test_a_mean_over_something_else_than_rows_is_that_of_the_batch_with_weights_for_it(strategy: Any) -> None:
+    """Of the microbatches of four rows, four, one, none and two count."""
+    counts = torch.tensor([True] * 4 + [False] * 3 + [True] + [False] * 4 + [True, False] * 2).repeat(2)
+    data = TensorDataset(*dataset(32).tensors, counts)
+    where = {"devices": CPU} if strategy is PipelineStrategy else {}
+    ours = strategy(n_microbatches=4, weight_fn=lambda batch: batch[2].sum(), **where)
+    model = Padded()
+    reference = copy.deepcopy(model)
+    trainers = []
+    for each, how in ((model, ours), (reference, "auto")):
+        trainers.append(make_trainer(how, precision="64-true"))
+        trainers[-1].fit(each, DataLoader(data, 16), DataLoader(data, 16))
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    found, expected = (trainer.callback_metrics for trainer in trainers)
+    for name in ("loss_step", "loss_epoch", "val"):
+        assert found[name].isfinite()
+        torch.testing.assert_close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", None, torch.ones(2)])
+def test_weights_that_cannot_be_are_refused(weight: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"weight_fn returned .* finite numbers of at least 0 are needed"):
+        fit(Model(), pipeline(weight_fn=lambda batch: weight), 16)
+    with pytest.raises(ConfigurationError, match="weight_fn=3: a function microbatch -> weight is needed"):
+        pipeline(weight_fn=3)
 
 
 def test_a_batch_smaller_than_the_number_of_microbatches() -> None:

@@ -42,7 +42,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [_slice(batch, end - size, end, total) for size, end in zip(sizes, ends, strict=True)]
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join(outputs: Sequence[Any], sizes: Sequence[float]) -> Any:
     """One output for the whole batch from those of its microbatches.
 
     Tensors whose first dimension is their microbatch's size are concatenated, numbers and tensors with one element
@@ -73,7 +73,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return list(outputs)
 
 
-def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
     if len(set(sizes)) == 1:
         return sum(values[1:], start=values[0]) / len(values)
     weighted = [value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True)]
