@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
+from ramtorch_core.engine.pipeline.thread_state import engine_backward
 from ramtorch_core.errors import RamtorchError
 
 __all__ = ["Deferral", "Job"]
@@ -49,9 +49,10 @@ def _gradients(
     output: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor, *, retain_graph: bool
 ) -> tuple[Tensor, ...]:
     """`torch.autograd.grad` without its checks, which take longer than a small call's backward."""
-    return _engine_run_backward(
+    found: tuple[Tensor, ...] = engine_backward(
         (output,), (gradient,), retain_graph, False, inputs, allow_unreachable=False, accumulate_grad=False
     )
+    return found
 
 
 class _Split(torch.autograd.Function):
@@ -165,6 +166,6 @@ class Deferral:
         for _, parameter, gradient in terms:
             sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         if sums:
-            _engine_run_backward(
+            engine_backward(
                 tuple(sums), tuple(sums.values()), False, False, (), allow_unreachable=True, accumulate_grad=True
             )

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 from ramtorch_core.engine.pipeline.deferred import Deferral
 from ramtorch_core.engine.pipeline.dice import Dice
@@ -15,7 +14,7 @@ from ramtorch_core.engine.pipeline.kept import Keeping
 from ramtorch_core.engine.pipeline.links import Links
 from ramtorch_core.engine.pipeline.loans import Loans
 from ramtorch_core.engine.pipeline.microbatch import Microbatch
-from ramtorch_core.engine.pipeline.thread_state import outside_autocast
+from ramtorch_core.engine.pipeline.thread_state import engine_backward, outside_autocast
 from ramtorch_core.engine.pipeline.trees import map_tensors, tensors_in
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
 from ramtorch_core.errors import RamtorchError, StageOrderError
@@ -127,7 +126,8 @@ class Step:
                 if self.keeping is not None:
                     self.keeping.end(microbatch.index, microbatch.stage, over=False)
                 self._pass_on(microbatch, stage)
-            return map_tensors(microbatch.admit, arguments)
+            args, kwargs = arguments
+            return map_tensors(microbatch.admit, args), map_tensors(microbatch.admit, kwargs) if kwargs else kwargs
 
     def _next(self) -> int | None:
         with self._mutex:
@@ -208,31 +208,28 @@ class Step:
         m = microbatch.index
         self.devices[stage].activate()
         microbatch.resume(stage)
-        roots: Roots = []
+        roots = microbatch.owed(stage)
         if stage == microbatch.last:
-            roots += loss
+            roots = [(t, g if isinstance(g, Tensor) else _filled(t, g)) for t, g in loss] + roots
             loss.clear()
-        roots += microbatch.owed(stage)
         returned = self.loans.returned(stage, m, microbatch.early[stage])
         if microbatch.deferrals is not None and self.deferrable is not None:
             deferral = self.deferred[stage, m] = microbatch.deferrals[stage]
             returned = deferral.take(returned, self.deferrable)
         roots += returned
-        _run_backward(roots, stage, frontier)
+        if roots:
+            _run_backward(roots, stage, frontier)
         del roots
         microbatch.settle(stage)
         self.loans.collect(stage, m, microbatch.early)
 
 
-def _run_backward(roots: Roots, stage: int, frontier: Frontier) -> None:
+def _run_backward(roots: list[tuple[Tensor, Tensor]], stage: int, frontier: Frontier) -> None:
     """`torch.autograd.backward`, below the level at which it would switch the frontier off for hooks and recomputes."""
-    if not roots:
-        return
-    tensors = tuple([tensor for tensor, _ in roots])
-    gradients = tuple([g if isinstance(g, Tensor) else _filled(tensor, g) for tensor, g in roots])
+    tensors, gradients = zip(*roots, strict=True)
     try:
         with outside_autocast(), frontier:
-            _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            engine_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise

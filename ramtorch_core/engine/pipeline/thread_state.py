@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ramtorch_core.memory.device import Device, Stream
 
-__all__ = ["ThreadState", "outside_autocast"]
+__all__ = ["ThreadState", "engine_backward", "outside_autocast"]
+
+engine_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""What `torch.autograd.backward` calls in the end, after preparing for threads of devices, which play no part here."""
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
