@@ -158,6 +158,11 @@ class Ranges:
         self._listeners: tuple[Listener, ...] = ()
         self._numbers = itertools.count()
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody wants to know about ranges that begin now."""
+        return bool(self._listeners) or profiler._is_profiler_enabled
+
     def begin(self, kind: Kind, what: object, *, host: bool = False, shown: bool = True) -> Range | None:
         """A range begins; None if nobody wants to know. `finish` ends it.
 

@@ -25,7 +25,7 @@ class Aborted(BaseException):
 class Gate:
     """The place of one op in its lane."""
 
-    __slots__ = ("baton", "lane", "op", "place")
+    __slots__ = ("baton", "following", "lane", "op", "place")
 
     def __init__(self, op: Op, lane: int, place: int, baton: bool) -> None:
         self.op = op
@@ -33,6 +33,8 @@ class Gate:
         self.place = place
         self.baton = baton
         """The op runs only while its thread has the baton."""
+        self.following: Gate | None = None
+        """The next in the lane."""
 
 
 class Order:
@@ -43,11 +45,13 @@ class Order:
     """
 
     def __init__(self, schedule: Schedule, exclusive: bool = True) -> None:
-        self.lanes = [
-            [Gate(op, lane, place, exclusive or op.kind == "F") for place, op in enumerate(ops)]
-            for lane, ops in enumerate(schedule.lanes)
-        ]
-        self.gates = {_key(gate.op): gate for gates in self.lanes for gate in gates}
+        self.lanes = len(schedule.lanes)
+        self.gates: dict[tuple[Phase, int, int], Gate] = {}
+        for lane, ops in enumerate(schedule.lanes):
+            gates = [Gate(op, lane, place, exclusive or op.kind == "F") for place, op in enumerate(ops)]
+            for gate, following in zip(gates, [*gates[1:], None], strict=True):
+                gate.following = following
+                self.gates[_key(gate.op)] = gate
 
 
 class Turnstile:
@@ -62,7 +66,7 @@ class Turnstile:
             computes and to wake another thread costs as much as a small op. Otherwise the baton goes round, so that no
             device waits for the host to have taken one microbatch through all others.
         recorder: is told when each op began and ended.
-        ranges: per stage, where its ops are shown and timed.
+        ranges: per stage, where its ops are shown and timed, if somebody wants to know as the step begins.
     """
 
     def __init__(
@@ -70,13 +74,13 @@ class Turnstile:
         order: Order,
         sticky: bool = True,
         recorder: Recorder | None = None,
-        ranges: Sequence[Ranges] | None = None,
+        ranges: Sequence[Ranges] = (),
     ) -> None:
         self.error: BaseException | None = None
         self._mutex = threading.Lock()
         self._sticky = sticky
-        self._gates, self._lanes = order.gates, order.lanes
-        self._ended = [0] * len(order.lanes)
+        self._gates = order.gates
+        self._ended = [0] * order.lanes
         """Per lane, how many of its ops have ended."""
         self._baton_taken = False
         self._waiting: dict[Gate, threading.Lock] = {}
@@ -85,6 +89,7 @@ class Turnstile:
         """Those that wait for the baton alone."""
         self._recorder = recorder
         self._ranges = ranges
+        self._noting = recorder is not None or any(device.wanted for device in ranges)
         self._shown: dict[Gate, Range] = {}
         self._begun: dict[Gate, float] = {}
 
@@ -96,7 +101,7 @@ class Turnstile:
         """
         gate = self._gates[phase, stage, microbatch]
         left = None if after is None else self._gates[phase, after, microbatch]
-        if left is not None:
+        if left is not None and self._noting:
             self._note_end(left)
         admitted: threading.Lock | None = None
         with self._mutex:
@@ -112,22 +117,20 @@ class Turnstile:
                     self._for_baton.append(gate)
             elif gate.baton:
                 self._baton_taken = True
-            self._hand_over()
+            if self._for_baton:
+                self._hand_over()
         if admitted is not None:
             admitted.acquire()
             if self.error is not None:
                 raise Aborted
-        if self._recorder is not None:
-            self._begun[gate] = time.perf_counter()
-        if self._ranges is not None:
-            shown = self._ranges[stage].begin(Kind.OP, gate.op)
-            if shown is not None:
-                self._shown[gate] = shown
+        if self._noting:
+            self._note_begin(gate)
 
     def leave(self, phase: Phase, stage: int, microbatch: int) -> None:
         """End this op's turn and admit the next op of its lane. The thread enters another op next, or calls `rest`."""
         gate = self._gates[phase, stage, microbatch]
-        self._note_end(gate)
+        if self._noting:
+            self._note_end(gate)
         with self._mutex:
             if self.error is None:
                 self._end(gate)
@@ -146,6 +149,14 @@ class Turnstile:
             for gate in list(self._waiting):
                 self._admit(gate)
 
+    def _note_begin(self, gate: Gate) -> None:
+        if self._recorder is not None:
+            self._begun[gate] = time.perf_counter()
+        if self._ranges:
+            shown = self._ranges[gate.op.stage].begin(Kind.OP, gate.op)
+            if shown is not None:
+                self._shown[gate] = shown
+
     def _note_end(self, gate: Gate) -> None:
         if self._recorder is not None:
             self._recorder(gate.op, self._begun.pop(gate), time.perf_counter())
@@ -155,10 +166,9 @@ class Turnstile:
     def _end(self, gate: Gate) -> None:
         if gate.baton:
             self._baton_taken = False
-        self._ended[gate.lane] = place = gate.place + 1
-        lane = self._lanes[gate.lane]
-        if place < len(lane) and lane[place] in self._waiting:
-            following = lane[place]
+        self._ended[gate.lane] = gate.place + 1
+        following = gate.following
+        if following in self._waiting:
             if following.baton:
                 self._for_baton.append(following)
             else:
