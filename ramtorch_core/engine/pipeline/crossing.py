@@ -57,4 +57,7 @@ def cross(anchor: Tensor, cut: Cut, value: Tensor) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         return _Crossing.apply(anchor, cut, (value,))  # type: ignore[no-any-return, no-untyped-call]
-    return _apply(anchor, cut, (value,))
+    if torch.is_grad_enabled():
+        return _apply(anchor, cut, (value,))
+    with torch.enable_grad():
+        return _apply(anchor, cut, (value,))

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from ramtorch_core.engine.pipeline.compiled import Arrive, shield
 from ramtorch_core.engine.pipeline.crew import Crew
@@ -51,6 +52,7 @@ class _Followed(NamedTuple):
     exclusive: bool
     order: Order
     drivers: int
+    deferrable: frozenset[int] | None
 
 
 class Executor:
@@ -132,13 +134,11 @@ class Executor:
         followed = self._follow(schedule, exclusive or keeping is not None)
         turnstile = Turnstile(followed.order, self._exclusive, recorder, self._ranges)
         state = ThreadState(self._unique)
-        deferrable = self.stages.deferrable() if schedule.split_backward else None
-        homes = self.stages.homes
-        owned = self._owned
+        homes, owned, split = self.stages.homes, self._owned, followed.deferrable
         devices, links = self.devices, self._links
-        work = Step(function, inputs, root, turnstile, devices, links, homes, owned, dice, deferrable, strict, keeping)
+        work = Step(function, inputs, root, turnstile, devices, links, homes, owned, dice, split, strict, keeping)
         jobs = [lambda: state.run(work.drive)] * followed.drivers
-        if schedule.split_backward:
+        if split is not None:
             jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]
         try:
             self._crew.run(jobs, turnstile.abort)
@@ -162,7 +162,8 @@ class Executor:
         found = self._followed
         if found is None or found.schedule is not schedule or found.exclusive != exclusive:
             order = Order(schedule, exclusive or self._exclusive)
-            found = self._followed = _Followed(schedule, exclusive, order, _drivers(schedule))
+            deferrable = self.stages.deferrable() if schedule.split_backward else None
+            found = self._followed = _Followed(schedule, exclusive, order, _drivers(schedule), deferrable)
         return found
 
     def enter(self, stage: int, name: str, arguments: Any) -> Any:
@@ -285,10 +286,16 @@ class _Entry(_Hook):
         self._stage = stage
         self._name = name
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.partial(torch._dynamo.disable, recursive=False)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor_for(module)
-        return None if executor is None else executor.enter(self._stage, self._name, (args, kwargs))
+        if executor is None:
+            return None
+        compiler = set_eval_frame(None)
+        try:
+            return executor.enter(self._stage, self._name, (args, kwargs))
+        finally:
+            set_eval_frame(compiler)
 
 
 def _inert(*_: Any) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from typing_extensions import override
+from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self, override
 
 from ramtorch_core.engine.pipeline.microbatch import Bystander, Microbatch
 from ramtorch_core.engine.pipeline.trees import map_tensors
@@ -32,6 +33,7 @@ _BETWEEN_DEVICES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.copy_})
 """Calls that may meet tensors of several devices."""
 
 _SEQUENCES = (tuple, list)
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes whose value has a graph."""
@@ -68,6 +70,15 @@ class Frontier(TorchFunctionMode):
         self._split_backward = isinstance(microbatch, Microbatch) and microbatch.deferrals is not None
 
     @override
+    def __enter__(self) -> Self:
+        _push_on_torch_function_stack(self)
+        return self
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        _pop_torch_function_stack()
+
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -76,11 +87,10 @@ class Frontier(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._split_backward and func in _SPLIT and self._splits(args, kwargs):
             return self.microbatch.defer(func, args, kwargs)
-        one_device = self.several_devices and func not in _BETWEEN_DEVICES
-        device = self.microbatch.device if one_device else None
+        device = self.microbatch.device if self.several_devices and func not in _BETWEEN_DEVICES else None
         if self._has_foreign(args, device) or (kwargs and self._has_foreign(kwargs.values(), device)):
-            args, kwargs = self._localize(getattr(func, "__name__", ""), args, kwargs, one_device)
-        if func in _CAST_ONCE and torch._C._is_any_autocast_enabled():
+            args, kwargs = self._localize(getattr(func, "__name__", ""), args, kwargs, device is not None)
+        if func in _CAST_ONCE and _is_any_autocast_enabled():
             args, kwargs = self._cast(args, kwargs)
         return func(*args, **kwargs)
 
@@ -107,8 +117,8 @@ class Frontier(TorchFunctionMode):
                     return True
                 if value.requires_grad:
                     node = value.grad_fn
-                    own = id(value) in microbatch.own if node is None else node._sequence_nr() >= microbatch.low
-                    if not own and microbatch.is_foreign(value):
+                    unknown = id(value) not in microbatch.own if node is None else node._sequence_nr() < microbatch.low
+                    if unknown and microbatch.is_foreign(value):
                         return True
             elif isinstance(value, _SEQUENCES) and self._has_foreign(value, device):
                 return True
@@ -171,11 +181,11 @@ class Aside:
     def __enter__(self) -> None:
         depth = torch._C._len_torch_function_stack()
         innermost = torch._C._get_function_stack_at(depth - 1) if depth else None
-        self._frontier = _pop_mode() if isinstance(innermost, Frontier) else None
+        self._frontier = _pop_torch_function_stack() if isinstance(innermost, Frontier) else None
 
     def __exit__(self, *_: object) -> None:
         if self._frontier is not None:
-            _push_mode(self._frontier)
+            _push_on_torch_function_stack(self._frontier)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

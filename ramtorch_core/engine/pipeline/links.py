@@ -41,9 +41,9 @@ class Links:
 
     def send(self, tensor: Tensor, target: Device, ready: Event, direction: Direction) -> Parcel:
         """Start copying `tensor` to `target`; `ready` is the event after which it may be read. Returns at once."""
-        source = self._devices[tensor.device]
-        if source.torch == target.torch:
+        if tensor.device == target.torch:
             return Parcel(tensor, ready)
+        source = self._devices[tensor.device]
         key = (source, target, direction)
         if key not in self._streams:
             self._streams[key] = (source.stream(), target.stream())

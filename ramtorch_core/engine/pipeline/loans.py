@@ -121,7 +121,7 @@ class Loans:
 
     def returned(self, stage: int, microbatch: int, early: frozenset[int]) -> list[tuple[Tensor, Tensor]]:
         """(parameter at home in `stage`, or the leaf that stands for it there, its gradient from later stages)."""
-        pairs = self._returned[stage].pop(microbatch, [])
+        pairs = self._returned[stage].pop(microbatch, ())
         return [(self._share(parameter, stage, early), self._links.receive(parcel)) for parameter, parcel in pairs]
 
     def settle(self) -> None:

@@ -180,8 +180,7 @@ class Microbatch:
         local = source if parcel is None else self.links.receive(parcel)
         if foreign:
             cut = Cut(source, self._stage_of(source))
-            with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-                local = cross(self._anchor, cut, local)
+            local = cross(self._anchor, cut, local)
             self._cuts[self.stage].append(cut)
         self._arrivals[self.stage][id(tensor)] = Arrival(tensor, local)
         return local
@@ -238,8 +237,9 @@ class Microbatch:
     def admit(self, tensor: Tensor) -> Tensor:
         """An argument of the module that begins the current stage, on this stage's device."""
         foreign = tensor.requires_grad and self.is_foreign(tensor)
-        away = tensor.device != self.device and self.owns(tensor.device)
-        return self.bring(tensor, foreign) if foreign or away else tensor
+        if foreign or (tensor.device != self.device and self.owns(tensor.device)):
+            return self.bring(tensor, foreign)
+        return tensor
 
     def owed(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """(tensor computed in `stage`, its gradient from a later stage), the last stage's first."""

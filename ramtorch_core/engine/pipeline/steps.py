@@ -163,8 +163,7 @@ class Chain(nn.Module):
         value: Any = args
         for stage in self.stages:
             value = stage(*value) if isinstance(value, tuple) else stage(value)
-            silent = getattr(stage, "out_no_grad", ())
-            if silent and isinstance(value, tuple):
+            if isinstance(value, tuple) and (silent := getattr(stage, "out_no_grad", ())):
                 value = tuple(item.detach() if i in silent else item for i, item in enumerate(value))
         return value
 

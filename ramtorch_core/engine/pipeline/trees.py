@@ -19,7 +19,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     kind = type(value)
     if kind is tuple:
-        return tuple([map_tensors(function, item) for item in value])
+        return tuple([function(item) if isinstance(item, Tensor) else map_tensors(function, item) for item in value])
     if kind is list:
         return [map_tensors(function, item) for item in value]
     if kind is dict:
