@@ -61,3 +61,11 @@ def test_a_weight_that_some_microbatches_use_before_its_home_and_others_do_not(s
             return ({0: 2} if float(x[0, 0]) > 0 else {3: 2}) | ({1: 1} if float(x[0, 1]) > 0 else {2: 3})
 
     assert_exact(Sometimes(2, {}), CUTS, steps(8, 3), schedule)
+
+
+@pytest.mark.parametrize("home", [0, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_under_autocast_that_keeps_no_casts_shared_weights_have_the_sum_of_one_graph(home: int, schedule: str) -> None:
+    """As Lightning enters it. Where autocast keeps a cast, it adds up what its uses give in half precision."""
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert_exact(Shared(home, {0: 1, 1: 2, 2: 3, 3: 4}), CUTS, steps(4), schedule)
