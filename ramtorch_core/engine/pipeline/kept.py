@@ -51,8 +51,10 @@ class Kept:
         """Each with the keys that do not count."""
         waiting, met = [self._root], {id(self._root)}
         for module in waiting:
-            waiting += [m for m in module.children() if id(m) not in met and not self._aside(m)]
-            met.update(map(id, waiting))
+            for child in module.children():
+                if id(child) not in met:
+                    met.add(id(child))
+                    waiting += [] if self._aside(child) else [child]
             yield vars(module), _OF_TORCH | frozenset(module._parameters)
             yield module._buffers, frozenset()
             for name, value in vars(module).items():
