@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.device import Event
-from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, Ranges
+from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, Ranges, name_thread
 from ramtorch_core.memory.weights import WeightGroup
 from ramtorch_core.optim.ahead import Room, Undo
 from ramtorch_core.optim.compiled import AdamKernel
@@ -249,6 +249,7 @@ class Updater:
                 self._changed.wait()
 
     def _run(self) -> None:
+        name_thread()
         while True:
             chosen = self._next()
             if chosen is None:
@@ -279,15 +280,17 @@ class Updater:
         with self._changed:
             self._running = None
             self._changed.notify_all()
-            if chosen.dropped:
-                self._undo(chosen)
-                self._let_go(chosen)
-            elif chosen.held and chosen.undo is not None:
+            if not chosen.dropped and chosen.held and chosen.undo is not None:
                 self._ahead.append(chosen)
-            elif not goes or (ahead and self._scale != 1.0):
+                return
+            if not chosen.dropped and (not goes or (ahead and self._scale != 1.0)):
                 self._queue.append(chosen)
-            else:
-                self._succeed(chosen)
+                return
+        if chosen.dropped:
+            self._undo(chosen)
+            self._let_go(chosen)
+        else:
+            self._succeed(chosen)
 
     def _succeed(self, chosen: GroupUpdate) -> None:
         """The group's update is finished."""
