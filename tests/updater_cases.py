@@ -64,6 +64,7 @@ class Ahead:
 
         monkeypatch.setattr(Undo, "__init__", made)
         monkeypatch.setattr(Undo, "restore", undone)
+        monkeypatch.setattr("ramtorch_core.optim.ahead.available_bytes", lambda: None)
 
     def wait_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on clip when all that may run ahead has."""

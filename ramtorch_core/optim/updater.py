@@ -234,16 +234,14 @@ class Updater:
         with self._changed:
             while True:
                 ready = [waiting for waiting in self._queue if not waiting.held]
-                ahead = not ready and self._room is not None
-                if ahead:
+                if not ready and self._room is not None:
                     ready = self._queue
                 if ready:
                     chosen = min(ready, key=lambda waiting: waiting.group.index) if self._lowest_first else ready[0]
-                    if not ahead or (self._room is not None and self._room.fits(chosen.updates)):
-                        self._queue.remove(chosen)
-                        self.order.append(chosen.group.index)
-                        self._running = chosen
-                        return chosen
+                    self._queue.remove(chosen)
+                    self.order.append(chosen.group.index)
+                    self._running = chosen
+                    return chosen
                 if self._closed:
                     return None
                 self._changed.wait()
@@ -269,6 +267,8 @@ class Updater:
         chosen.group.copied.synchronize()  # no copy reads the shadows any more
         self._undo(chosen)
         with self._changed:
+            if self._room is not None and not self._room.fits(chosen.updates):
+                self._room = None
             ahead, room, scale = chosen.held, self._room, self._scale
         goes = not ahead or room is not None
         if goes:

@@ -178,10 +178,12 @@ def test_what_finds_no_room_waits(work: Work) -> None:
         work.submit(index, held=True)
     with work.updater._changed:
         assert work.updater._changed.wait_for(lambda: work.updater._ahead, LIMIT)
+        assert work.updater._changed.wait_for(lambda: work.updater._room is None, LIMIT)
+    assert work.updater.is_pending(work.groups[2])
     work.updater.release()
     work.updater.wait()
     assert work.values() == [1, 1, 0, 0, 1]
-    assert work.updater.order == [3, 2]
+    assert work.updater.order == [3, 2, 2]
 
 
 @pytest.mark.parametrize("which", [None, 0])
@@ -321,11 +323,11 @@ def test_without_room_updates_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead.made == 0
 
 
-def test_what_reads_weights_before_they_are_clipped_sees_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ramtorch_core.optim.ahead.BYTES", 30)
+def test_what_reads_weights_before_they_are_clipped_sees_those_of_before() -> None:
     torch.manual_seed(0)
     with streaming(stack(4), kernel="torch") as engine:
         optimizer, updater = torch.optim.AdamW(engine.root.parameters()), engine.updates.updater
+        engine.updates.ahead_bytes = 1 << 20
         for index in range(3):
             before = copy.deepcopy((weights(engine.root), optimizer.state_dict()))
             backward(engine, optimizer, index, hold=True)
