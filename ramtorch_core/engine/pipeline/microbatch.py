@@ -88,6 +88,7 @@ class Microbatch:
         self.early: list[frozenset[int]] = []
         """Per stage, `Loans.early` when it began: the stage works on leaves of its own instead of these."""
         self._began: list[int] = []
+        self._owns: list[frozenset[int]] = []
         self._ended: list[Event] = []
         self._anchor = anchor
         self._deferrable = deferrable
@@ -109,11 +110,11 @@ class Microbatch:
 
     def begin(self, stage: int) -> None:
         """Enter `stage`, whose turn it is."""
-        self.stage = stage
-        self.low = _sequence_number()
+        self.stage, self.low, early = stage, _sequence_number(), self.loans.early
+        self.own = self._owned[stage] - early if early else self._owned[stage]
         self._began.append(self.low)
-        self.early.append(self.loans.early)
-        self.own = self._owned_by(stage)
+        self.early.append(early)
+        self._owns.append(self.own)
 
     def end(self) -> None:
         """Leave the current stage: what it computed may be sent on after this point of its stream."""
@@ -128,13 +129,7 @@ class Microbatch:
         """Come back to `stage` for its backward."""
         self.in_backward = True
         self.stage = stage
-        self.low = self._began[stage]
-        self.own = self._owned_by(stage)
-
-    def _owned_by(self, stage: int) -> frozenset[int]:
-        """Runs for every op: there is seldom anything to leave out."""
-        early = self.early[stage]
-        return self._owned[stage] - early if early else self._owned[stage]
+        self.low, self.own = self._began[stage], self._owns[stage]
 
     def prefetch(self, tensors: Iterable[Tensor], stage: int) -> None:
         """Start copying what `stage` is about to be called with; the current stage has just ended."""
