@@ -1,8 +1,10 @@
 """What user code keeps in modules from one stage to the next belongs to its microbatch."""
 
 import functools
+import gc
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +50,37 @@ class Features(Chain):
 
     def training_step(self, batch: Any) -> Tensor:
         return super().training_step(batch) + sum(feature.pow(2).mean() for feature in self.features.values())
+
+
+class Collected(Chain):
+    """Blocks append to lists: two are emptied, at the begin or the end, one is always new, and one collects all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emptied: list[Tensor] = []
+        self.taken: list[Tensor] = []
+        self.all: list[float] = []
+        self.made: dict[int, Tensor] = {}
+        for index, block in enumerate(self.blocks):
+            block.register_forward_hook(functools.partial(self.collect, index))
+
+    def collect(self, index: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.emptied.append(output.pow(2).mean())
+        self.taken.append(output.abs().mean())
+        self.new.append(output.mean())
+        self.made[index] = output.std()
+        self.all.append(output.sum().item())
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.emptied.clear()
+        self.new, self.made = [], {}
+        loss = super().training_step(batch) + sum(self.emptied) + sum(self.new) + sum(self.made.values())
+        while self.taken:
+            loss = loss + self.taken.pop()
+        return loss
+
+    def state(self) -> list[Any]:
+        return [sorted(self.all), [x.item() for x in self.emptied], self.taken, len(self.new), sorted(self.made)]
 
 
 class Masked(Chain):
@@ -122,7 +155,7 @@ def assert_exact(runner: PipelineRunner, model: Any, reference: Any, steps: int 
             assert found == [reference.training_step(item) for item in batches(4, seed=10 + step)]
 
 
-@pytest.mark.parametrize("kind", [Auxiliary, Features, Masked])
+@pytest.mark.parametrize("kind", [Auxiliary, Features, Collected, Masked])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_microbatch_finds_what_it_kept(turns: None, pipeline: Make, kind: Any, schedule: str) -> None:
     """It found what another one had kept meanwhile: a wrong loss, or an error in backward, depending on time."""
@@ -130,7 +163,7 @@ def test_each_microbatch_finds_what_it_kept(turns: None, pipeline: Make, kind: A
     model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
     assert_exact(pipeline(model, schedule), model, reference)
-    if kind is Masked:
+    if kind in (Collected, Masked):
         assert model.state() == reference.state()
 
 
@@ -182,6 +215,21 @@ def test_modules_that_are_left_out_keep_one_state_for_all(turns: None, pipeline:
     for step in range(3):
         train(runner, model, step)
     assert model.metric.values.tolist() == [3 * 4 * 4] * 2
+
+
+def test_nothing_of_a_step_is_held_after_it_but_by_the_model(pipeline: Make) -> None:
+    model = Collected()
+    runner = pipeline(model)
+    gc.collect()
+    gc.disable()
+    for step in range(3):
+        train(runner, model, step)
+        held = [weakref.ref(tensor) for tensor in (*model.emptied, *model.new, *model.made.values())]
+        assert len(held) == 3 * 4
+        model.emptied.clear()
+        model.new, model.made = [], {}
+        assert not any(reference() is not None for reference in held)
+    gc.enable()
 
 
 def test_nothing_is_kept_where_stages_pass_everything_on(pipeline: Make) -> None:

@@ -236,7 +236,7 @@ def _run_backward(roots: list[tuple[Tensor, Tensor]], stage: int, frontier: Fron
         raise RamtorchError(
             f"stage {stage} met a part of its graph that has had its backward: either the model frees it itself, or an "
             "autograd.Function (or an extension) of a later stage got a tensor of this stage without passing through "
-            "the module that begins the later stage, or from a list or an object that all microbatches share. "
+            "the module that begins the later stage, or from an object that all microbatches share. "
             "Pass the tensor to that module, or cut elsewhere (stages=[...])"
         ) from error
 
