@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import random
+import threading
 import time
 from typing import Any
 
@@ -362,3 +363,18 @@ def test_compiled_blocks_stay_compiled_and_exact(how: str) -> None:
     assert 1 <= first == graphs
     calls = [vars(block).get("_compiled_call_impl") or vars(block).get("forward") for block in model.blocks]
     assert not any("shield" in getattr(call, "__qualname__", "") for call in calls)
+
+
+@pytest.mark.parametrize(("schedule", "alone"), [("gpipe", True), ("staggered_1b1f", False)])
+def test_one_thread_takes_all_microbatches_where_they_all_go_forward_first(schedule: str, alone: bool) -> None:
+    model = Chain()
+    threads = set()
+
+    def note(value: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        value.register_hook(lambda gradient: threads.add(threading.get_ident()))
+        return value
+
+    with pipeline(model, CUTS) as executor:
+        run(executor, lambda batch: note(model.training_step(batch)), batches(4), schedule)
+    assert (len(threads) == 1) is alone

@@ -28,7 +28,7 @@ from ramtorch_core.engine.pipeline.trees import map_tensors
 from ramtorch_core.engine.pipeline.turnstile import Order, Recorder, Turnstile
 from ramtorch_core.errors import StageOrderError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.plan.schedule import Schedule
+from ramtorch_core.plan.schedule import Op, Schedule
 
 __all__ = ["Executor", "StepResult"]
 
@@ -53,6 +53,8 @@ class _Followed(NamedTuple):
     order: Order
     drivers: int
     deferrable: frozenset[int] | None
+    forwards_first: bool
+    """One driver takes all microbatches forward, and then all of them back."""
 
 
 class Executor:
@@ -137,7 +139,8 @@ class Executor:
         homes, owned, split = self.stages.homes, self._owned, followed.deferrable
         devices, links = self.devices, self._links
         work = Step(function, inputs, root, turnstile, devices, links, homes, owned, dice, split, strict, keeping)
-        jobs = [lambda: state.run(work.drive)] * followed.drivers
+        drive = functools.partial(work.drive, followed.forwards_first)
+        jobs = [lambda: state.run(drive)] * followed.drivers
         if split is not None:
             jobs += [functools.partial(state.run, functools.partial(work.weigh, lane)) for lane in schedule.lanes]
         try:
@@ -163,7 +166,10 @@ class Executor:
         if found is None or found.schedule is not schedule or found.exclusive != exclusive:
             order = Order(schedule, exclusive or self._exclusive)
             deferrable = self.stages.deferrable() if schedule.split_backward else None
-            found = self._followed = _Followed(schedule, exclusive, order, _drivers(schedule), deferrable)
+            on_host = self._exclusive and not any(device.asynchronous for device in self._unique)
+            alone = on_host and _is_forwards_first(schedule)
+            drivers = 1 if alone else _drivers(schedule)
+            found = self._followed = _Followed(schedule, exclusive, order, drivers, deferrable, alone)
         return found
 
     def enter(self, stage: int, name: str, arguments: Any) -> Any:
@@ -304,6 +310,15 @@ def _inert(*_: Any) -> None:
 
 def _make_inert() -> Callable[..., None]:
     return _inert
+
+
+def _is_forwards_first(schedule: Schedule) -> bool:
+    """Whether one thread can follow it: one microbatch forward through all stages after the other, and so back."""
+
+    def when(op: Op) -> tuple[bool, int, int]:
+        return op.kind != "F", op.microbatch, op.stage if op.kind == "F" else -op.stage
+
+    return not schedule.split_backward and all(list(ops) == sorted(ops, key=when) for ops in schedule.lanes)
 
 
 def _drivers(schedule: Schedule) -> int:

@@ -81,11 +81,20 @@ class Step:
         self._remaining = iter(range(len(self.inputs)))
         self._mutex = threading.Lock()
 
-    def drive(self) -> None:
-        """Take microbatch after microbatch through the stages, until none is left; errors end the step."""
+    def drive(self, forwards_first: bool = False) -> None:
+        """Take microbatch after microbatch through the stages, until none is left; errors end the step.
+
+        Args:
+            forwards_first: begin no backward before all forwards have ended.
+        """
+        begun: list[tuple[Microbatch, Roots, Frontier]] = []
         try:
             while (m := self._next()) is not None:
-                self._drive(m)
+                begun.append(self._go(m))
+                if not forwards_first:
+                    self._return(*begun.pop())
+            while begun:
+                self._return(*begun.pop(0))
             self.turnstile.rest()
         except Aborted:
             pass
@@ -133,7 +142,8 @@ class Step:
         with self._mutex:
             return next(self._remaining, None)
 
-    def _drive(self, m: int) -> None:
+    def _go(self, m: int) -> tuple[Microbatch, Roots, Frontier]:
+        """The forward of a microbatch; returns what its backward takes."""
         data, self.inputs[m] = self.inputs[m], None
         known = set(map(id, tensors_in(data))) if self._several_devices else set()
         microbatch = Microbatch(
@@ -154,6 +164,13 @@ class Step:
         roots = self._forward(microbatch, data, frontier)
         del data
         microbatch.end_forward()
+        _driving.current = None
+        return microbatch, roots, frontier
+
+    def _return(self, microbatch: Microbatch, roots: Roots, frontier: Frontier) -> None:
+        """Its backward, if there is one."""
+        m = microbatch.index
+        _driving.current = (self, microbatch)
         if self.root is not None:
             self.turnstile.enter("B", last := len(self.devices) - 1, m)
             for stage in range(last, -1, -1):
