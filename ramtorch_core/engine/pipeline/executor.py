@@ -42,7 +42,7 @@ class StepResult:
     outputs: list[Any]
     """Per microbatch, what the function returned; without graphs after a backward."""
     gradients: dict[Tensor, Tensor]
-    """Parameter -> its gradient, summed over the microbatches in their order; empty if they were added to `.grad`."""
+    """Parameter -> its gradient, summed over the microbatches in their order, unless it was added to `.grad`."""
 
 
 class _Followed(NamedTuple):
@@ -114,7 +114,7 @@ class Executor:
             root: takes an output and its microbatch's number to the tensor from which backward starts, with its
                 gradient (for a scalar also a number, or None for one), or to None for no backward; runs as part of the
                 last stage.
-            accumulate: add to `.grad`, as a backward does. Otherwise `.grad` is as before, and the result has them.
+            accumulate: add to `.grad` where there is one. Otherwise `.grad` is as before, and the result has it.
             step: number of the step; random numbers depend on it.
             finish: called after the last op, before gradients are collected.
             recorder: is told when each op began and ended on the host.
@@ -151,8 +151,8 @@ class Executor:
             if finish is not None:
                 finish()
             if accumulate:
-                held.clear()  # the sums stay
-                return StepResult(work.outputs, {})
+                held[:] = [pair for pair in held if pair[1] is None]  # the sums stay
+                parameters = [p for p, _ in held]
             return StepResult(work.outputs, {p: p.grad for p in parameters if p.grad is not None})
         finally:
             turnstile.error = None  # its traceback holds this frame

@@ -78,7 +78,7 @@ class Steps:
         try:
             with self._autocast():
                 result = self.runner.train(function, items, root, accumulate=True, step=self._count, schedule=plan)
-            self._pending = {p: p.grad for p, _ in held if p.grad is not None}
+            self._pending = {p: p.grad for p, _ in held if p.grad is not None} | result.gradients
         except BaseException:
             self._pending = {}
             raise
