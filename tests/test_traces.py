@@ -1,6 +1,7 @@
 """Trace files: what was executed is what was planned."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from trace_cases import ops_in, ranges_in
 
 from ramtorch_core import OffloadModel, Pipeline
+from ramtorch_core.engine.pipeline.crew import Crew
+from ramtorch_core.optim.updater import Updater
 from ramtorch_core.plan.itinerary import format_itinerary, straight_itinerary
 from ramtorch_core.plan.schedule import build
 from ramtorch_core.plan.transfers import plan_transfers
@@ -38,6 +41,25 @@ def test_updates_are_shown_in_the_thread_that_makes_them(tmp_path: Path) -> None
         optimizer.step()
         streamer.updates.wait()
     assert sorted(ranges_in(path, "u")) == ["u0", "u1", "u2"]
+
+
+def test_threads_have_names_for_their_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    crew = Crew("pipeline-7")
+    crew.run([lambda: names.append(torch._C._get_thread_name())], lambda error: None)
+    crew.close()
+    take_on = Updater._take_on
+
+    def noting(updater: Updater, *args: Any) -> None:
+        names.append(torch._C._get_thread_name())
+        take_on(updater, *args)
+
+    monkeypatch.setattr(Updater, "_take_on", noting)
+    model = stack(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with streaming(model, kernel="torch") as streamer, streamer.updates.overlap(optimizer):
+        model(data()).square().mean().backward()
+    assert names == ["pipeline-7-0", "updater"]
 
 
 def test_a_step_that_fails_writes_no_trace_and_the_next_one_can(tmp_path: Path) -> None:
