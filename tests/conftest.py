@@ -63,12 +63,10 @@ def logs_as_usual() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def signals_as_usual() -> Iterator[None]:
-    """Lightning ignores interrupts from the first one on, for as long as the process lives; the next test does not."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def signals_as_usual() -> None:
+    """Interrupts arrive, though a shell that starts tests in the background, or Lightning after one, ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture
