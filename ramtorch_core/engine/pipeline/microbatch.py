@@ -1,9 +1,7 @@
 """The state of one microbatch on its way through the stages; used by its driver thread only."""
 
-import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from ramtorch_core.memory.device import COMPLETE, Device, Event
 
 __all__ = ["Bystander", "Microbatch"]
 
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
