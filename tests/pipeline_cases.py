@@ -145,3 +145,16 @@ def assert_exact(
                         q -= 0.1 * q.grad
     for (name, a), b in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+class At:
+    """A moment of virtual time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def query(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: "At") -> float:
+        return self.seconds - earlier.seconds

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ramtorch_core import attach
-from ramtorch_core.planning import Subject, describe_machine, estimate, host_bytes
+from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, host_bytes
 from ramtorch_core.prediction import Optimizer, Order, StreamingPlan
 
 LAYERS, WIDTH = 6, 32
@@ -19,6 +19,17 @@ WEIGHT = 4 * WIDTH**2
 
 def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def estimated(autocast: torch.dtype | None = None) -> Estimate:
+    return estimate(
+        lambda: Subject(model(), None, "*"),
+        describe_machine(device_bytes=1e9, pcie=1e9, host_memory=1e9),
+        1e12,
+        tokens=2,
+        resident_below=0,
+        autocast=autocast,
+    )
 
 
 def taken(plan: StreamingPlan, steps: int) -> int:
@@ -55,13 +66,7 @@ def taken(plan: StreamingPlan, steps: int) -> int:
 def test_the_host_keeps_as_many_gradients_as_the_engine_does(plan: StreamingPlan, gradients: int, pin: int) -> None:
     plan = replace(plan, pin=pin)
     module_bytes = (LAYERS - pin) * WEIGHT
-    found = estimate(
-        lambda: Subject(model(), None, "*"),
-        describe_machine(device_bytes=1e9, pcie=1e9, host_memory=1e9),
-        1e12,
-        tokens=2,
-        resident_below=0,
-    )
+    found = estimated()
     copies = 3 * module_bytes // 4 if plan.clip and plan.microbatches == 1 else 0  # of updates that run ahead
     kept = host_bytes(found, plan) - 3 * module_bytes
     assert kept == min(gradients, LAYERS - pin) * WEIGHT + copies
@@ -69,14 +74,7 @@ def test_the_host_keeps_as_many_gradients_as_the_engine_does(plan: StreamingPlan
 
 
 def test_sums_that_stay_on_the_device_leave_through_a_few_wider_buffers() -> None:
-    found = estimate(
-        lambda: Subject(model(), None, "*"),
-        describe_machine(device_bytes=1e9, pcie=1e9, host_memory=1e9),
-        1e12,
-        tokens=2,
-        resident_below=0,
-        autocast=torch.bfloat16,
-    )
+    found = estimated(torch.bfloat16)
     plans = [StreamingPlan(optimizer=Optimizer.OVERLAPPED, microbatches=m, order=Order.CHUNK) for m in (1, 2)]
     shadows = LAYERS * WEIGHT // 2
     kept = [host_bytes(found, plan) - 3 * LAYERS * WEIGHT - shadows for plan in plans]

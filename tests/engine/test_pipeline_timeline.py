@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import WIDTH, pipeline
+from pipeline_cases import WIDTH, At, pipeline
 from torch import Tensor, nn
 
 from ramtorch_core.engine.pipeline.executor import Executor
@@ -166,19 +166,6 @@ def test_every_op_that_the_table_lets_run_is_under_way_and_no_other(schedule: st
         assert [op for op in warden.order if op in lane] == list(lane)
     if microbatches >= 4 and schedule != "sequential":
         assert most > 1
-
-
-class At:
-    """A moment of virtual time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def query(self) -> bool:
-        return True
-
-    def seconds_since(self, earlier: "At") -> float:
-        return self.seconds - earlier.seconds
 
 
 class Clock:

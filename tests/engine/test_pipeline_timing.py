@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_cases import WIDTH, accumulate, assert_same_gradients, batches
+from pipeline_cases import WIDTH, At, accumulate, assert_same_gradients, batches
 from torch import Tensor, nn
 
 from ramtorch_core.engine.pipeline.runner import TIMED_STEP, PipelineRunner
@@ -32,21 +32,10 @@ class Clock:
             self.now += seconds / self.speeds[stage]
 
 
-class Mark:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def query(self) -> bool:
-        return True
-
-    def seconds_since(self, earlier: "Mark") -> float:
-        return self.now - earlier.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(Device, "mark", lambda _: Mark(clock.now))
+    monkeypatch.setattr(Device, "mark", lambda _: At(clock.now))
     return clock
 
 
