@@ -12,7 +12,7 @@ from ramtorch_core.plan.check import check, dependencies, peak_activations
 from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.plan.schedule import Op, Schedule
 from ramtorch_core.simulate.clock import Kind, Work
-from ramtorch_core.simulate.costs import ChunkCost, Machine, resident_chunks
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
 from ramtorch_core.simulate.lane import Lane
 from ramtorch_core.simulate.steps import Accumulate
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
@@ -57,6 +57,7 @@ class DeviceResult:
 
     Attributes:
         compute, h2d, d2h: part in which it computes and copies.
+        both_ways: part of its PCIe in both directions that is used; 0 where no limit is known.
         bubble, stall: seconds in which it waits for other stages, and for its own copies.
         peak_microbatches: forwards whose activations are held at once; stages count separately.
         peak_chunks, weight_bytes, peak_bytes: as of a streamed model.
@@ -65,6 +66,7 @@ class DeviceResult:
     compute: float
     h2d: float
     d2h: float
+    both_ways: float
     bubble: float
     stall: float
     peak_microbatches: int
@@ -80,6 +82,7 @@ class PipelineResult:
     Attributes:
         seconds: the makespan.
         compute: part of all GPUs' time in which they compute.
+        shared: part of the host's memory, and of the busiest GPU's PCIe in both directions, that is used.
     """
 
     seconds: float
@@ -87,6 +90,7 @@ class PipelineResult:
     bubble: float
     stall: float
     link: float
+    shared: dict[str, float]
     devices: tuple[DeviceResult, ...]
     timeline: Timeline
 
@@ -123,6 +127,7 @@ def simulate_pipeline(
                 compute=line.busy(lane.compute),
                 h2d=line.busy(lane.h2d),
                 d2h=line.busy(lane.d2h),
+                both_ways=line.used(lane.bus),
                 bubble=waited[Cause.BUBBLE],
                 stall=waited[Cause.STALL],
                 peak_microbatches=held[device],
@@ -138,6 +143,7 @@ def simulate_pipeline(
         bubble=line.waited(Cause.BUBBLE) / total if total else 0.0,
         stall=line.waited(Cause.STALL) / total if total else 0.0,
         link=max((line.busy(link) for link in sorted(walk.links)), default=0.0),
+        shared={HOST_MEMORY: line.used(HOST_MEMORY), BOTH_WAYS: max(result.both_ways for result in results)},
         devices=tuple(results),
         timeline=line,
     )

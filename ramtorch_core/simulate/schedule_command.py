@@ -99,6 +99,7 @@ def figures(result: PipelineResult, stages_per_device: float) -> dict[str, float
         "link": result.link,
         "H2D": max(device.h2d for device in devices),
         "D2H": max(device.d2h for device in devices),
+        **result.shared,
         "microbatches held": max(device.peak_microbatches for device in devices) / stages_per_device,
         "peak bytes": max(device.peak_bytes for device in devices),
     }

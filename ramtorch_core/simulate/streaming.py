@@ -28,7 +28,7 @@ class StreamingResult:
         seconds: per step.
         compute: part in which the GPU computes.
         h2d, d2h, host: part that the work of the copy streams and of the host's optimizer fills, at full speed.
-        shared: capacity -> part of it that is used.
+        shared: part of the host's memory and of PCIe in both directions that is used; 0 where no limit is known.
         peak_chunks: the most chunks on the GPU at once.
         weight_bytes: slots and resident chunks.
         peak_bytes: those, and activations, gradients, optimizer state and what is in no chunk, at their peak.
@@ -93,7 +93,7 @@ def simulate_streaming(
         h2d=line.busy(lane.h2d, kinds=COPIES_IN),
         d2h=line.busy(lane.d2h, kinds=COPIES_OUT),
         host=line.busy(HOST),
-        shared={name: line.used(name) for name in (HOST_MEMORY, BOTH_WAYS) if name in line.capacities},
+        shared={name: line.used(name) for name in (HOST_MEMORY, BOTH_WAYS)},
         peak_chunks=lane.peak_chunks(line.peaks),
         weight_bytes=lane.weight_bytes,
         peak_bytes=run.stays_bytes + lane.peak_bytes(line.peaks),

@@ -96,14 +96,16 @@ class Timeline:
         return total / (self.seconds * len(resources)) if self.seconds and resources else 0.0
 
     def used(self, capacity: str) -> float:
-        """Part of a shared capacity, 0 to 1, that was used on average."""
+        """Part of a shared capacity, 0 to 1, that was used on average; 0 of one that has no limit."""
+        if capacity not in self.capacities or not self.seconds:
+            return 0.0
         total = sum(
             rate * span.seconds * (_inside(span.start, span.end, self) / (span.end - span.start))
             for span in self.spans
             for name, rate in span.uses
             if name == capacity and span.end > span.start
         )
-        return total / (self.capacities[capacity] * self.seconds) if self.seconds else 0.0
+        return total / (self.capacities[capacity] * self.seconds)
 
     def waited(self, cause: Cause) -> float:
         """Seconds that compute streams waited for `cause`, added up over them."""

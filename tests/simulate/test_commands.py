@@ -158,6 +158,18 @@ def test_a_table_of_ones_own_is_walked(run, tmp_path) -> None:
     assert row["seconds"] == 1 + 2 * 6 + 2
 
 
+@pytest.mark.parametrize("program", COMMANDS)
+def test_json_says_what_is_used_of_pcie_and_of_the_hosts_memory(run, program: str) -> None:
+    for row in json.loads(run(f"{program} --json"))["rows"]:
+        assert {row[name] for name in ("H2D", "D2H", "host memory", "PCIe both ways")} == {0.0}  # no limit was given
+
+
+def test_the_table_of_streamed_stages_shows_what_is_used_of_pcie_and_of_the_hosts_memory(run) -> None:
+    machine = "--parameters 200M --tf 0.02 --tb 0.04 --h2d 50 --d2h 50 --both-ways 80 --host-memory 100"
+    lines = run(f"pipeline_offload_simulator --layers 8 --p 2 --schedule 1f1b {machine}").splitlines()
+    assert "H2D   D2H  host memory  PCIe both ways" in lines[2]
+
+
 def test_streamed_stages_show_stalls_and_bubbles(run) -> None:
     rows = json.loads(
         run("pipeline_offload_simulator --layers 8 --p 2 --m 4 --schedule 1f1b --window 0,1 --th2d 1 --json")

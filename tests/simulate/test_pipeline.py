@@ -226,6 +226,19 @@ def test_the_copies_of_all_gpus_share_the_hosts_memory() -> None:
     assert bound.seconds >= copies * 10 / 12
 
 
+def test_what_copies_use_of_the_hosts_memory_and_of_each_bus_is_reported() -> None:
+    stages = [
+        [ChunkCost(forward=1, backward=2, transfer=1, weight_bytes=10, gradient=2, gradient_bytes=10)],
+        [ChunkCost(forward=1, backward=2, transfer=2, weight_bytes=40)],
+    ]
+    machine = Machine(host_memory=100, both_ways=50)
+    result = simulate_pipeline(gpipe(2, 1), stages, PipelinePlan(window=1), machine)
+    assert result.seconds == 1 + 1 + 1 + 2 + 2 + 2  # the copies in, F, F, B and B; the last gradient leaves afterwards
+    assert [device.both_ways for device in result.devices] == pytest.approx([20 / (50 * 9), 40 / (50 * 9)])
+    assert result.shared == pytest.approx({"host memory": 60 / (100 * 9), "PCIe both ways": 40 / (50 * 9)})
+    assert set(simulate_pipeline(gpipe(2, 1), stages, PipelinePlan(window=1)).shared.values()) == {0.0}
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
