@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
-from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
+from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
 
 TOLERANCE = 0.002

@@ -12,8 +12,8 @@ from ramtorch_core.simulate import options
 from ramtorch_core.simulate.choose import Choice, choose, describe
 from ramtorch_core.simulate.chunk_flags import MAX_CHUNKS, SWEPT, add_chunk_flags, chunks_of, machine_of
 from ramtorch_core.simulate.costs import Machine, StepCost
+from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.options import Row, count, listed, number, one_of
-from ramtorch_core.simulate.steps import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
 
 PROGRAM = "offload_simulator"

@@ -13,8 +13,8 @@ from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.plan.schedule import Op, Schedule
 from ramtorch_core.simulate.clock import Kind, Work
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
+from ramtorch_core.simulate.knobs import Accumulate
 from ramtorch_core.simulate.lane import Lane
-from ramtorch_core.simulate.steps import Accumulate
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
 ISSUING = "issuing"

@@ -9,10 +9,10 @@ from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.partition import partition
 from ramtorch_core.simulate import options
 from ramtorch_core.simulate.chunk_flags import SWEPT, add_chunk_flags, chunks_of, machine_of
+from ramtorch_core.simulate.knobs import Accumulate
 from ramtorch_core.simulate.options import Row, check_amounts, count, listed, one_of
 from ramtorch_core.simulate.pipeline import PipelinePlan, simulate_pipeline
 from ramtorch_core.simulate.schedule_command import add_schedule_flags, figures, named, schedules
-from ramtorch_core.simulate.steps import Accumulate
 
 PROGRAM = "pipeline_offload_simulator"
 MAX_CUTS = 20_000_000

@@ -3,116 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
-from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.simulate.clock import Key, Kind, Work
 from ramtorch_core.simulate.costs import HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks, traffic
+from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.lane import Lane
 
 HOST = "host"
-
-
-class Optimizer(Enum):
-    """Where and when streamed chunks are updated. Resident chunks are updated on the GPU, after the last backward."""
-
-    NONE = "none"
-    """Never: forward and backward alone."""
-    PUBLISHED = "published"
-    """On the host, once the backward has ended; the next step begins afterwards."""
-    JOINED = "joined"
-    """On the host, each chunk once its gradient has arrived; the next step begins when all are done."""
-    OVERLAPPED = "overlapped"
-    """The same, but the next step's transfers wait only for the update of their own chunk."""
-    GPU = "gpu"
-    """On the GPU, after the chunk's last backward: master and moments come in and go back."""
-
-
-class Order(Enum):
-    """Which comes first: all chunks of a microbatch, or all microbatches of a chunk."""
-
-    MICROBATCH = "microbatch"
-    CHUNK = "chunk"
-
-
-class Accumulate(Enum):
-    """Where gradients of several microbatches are added up, if a microbatch visits all chunks before the next does."""
-
-    HOST = "host"
-    """In host memory: each but the first takes what is there to the GPU, adds to it, and brings it back."""
-    GPU = "gpu"
-    """On the GPU, for all chunks at once; they leave after the last microbatch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamingPlan:
-    """The knobs of a streamed model.
-
-    Attributes:
-        window: slots.
-        pin: resident chunks: a count, spread evenly, or indices.
-        checkpoint: recompute activations in backward instead of keeping them.
-        microbatches: per step.
-        train: False for forwards alone.
-        staging: how many chunks' gradients may wait on the host for an update that overlaps with backward; None for
-            any number. A backward that is further ahead waits.
-        recast: user code may have written masters, so the host casts each again before it is copied.
-        clip: the norm of all gradients is wanted before any update.
-
-    Raises:
-        ConfigurationError: fewer than one slot, microbatch or staging buffer.
-    """
-
-    window: int = 2
-    pin: int | tuple[int, ...] = 0
-    checkpoint: bool = True
-    microbatches: int = 1
-    order: Order = Order.MICROBATCH
-    optimizer: Optimizer = Optimizer.NONE
-    accumulate: Accumulate = Accumulate.HOST
-    train: bool = True
-    staging: int | None = 4
-    recast: bool = False
-    clip: bool = False
-
-    @property
-    def updates(self) -> Optimizer:
-        """Where and when updates happen, which may not be as wished: see `Updates` in the engine.
-
-        Where gradients are clipped, updates on the GPU go to the host, and sums in host memory are published, since
-        their norm is known there only.
-        """
-        if not self.clip or self.optimizer in (Optimizer.NONE, Optimizer.PUBLISHED):
-            return self.optimizer
-        if self.adds:
-            return Optimizer.PUBLISHED
-        return Optimizer.OVERLAPPED if self.optimizer is Optimizer.GPU else self.optimizer
-
-    @property
-    def adds(self) -> bool:
-        """Whether gradients are added to what is on the host."""
-        on_host = self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST
-        return self.train and self.microbatches > 1 and on_host
-
-    def bounces(self, streamed: Sequence[ChunkCost], *, others: bool) -> bool:
-        """Whether gradients go through a buffer on the GPU, to be added to what is on the host, or to be cast.
-
-        Args:
-            streamed: the chunks that are not resident.
-            others: tensors in no chunk get gradients too.
-        """
-        casts = self.microbatches == 1 and any(chunk.left_bytes < chunk.gradient_bytes for chunk in streamed)
-        return self.train and (casts or (self.adds and bool(others or streamed)))
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigurationError(f"window={self.window}: at least 1 slot is needed; 2 let copies overlap compute")
-        if self.microbatches < 1:
-            raise ConfigurationError(f"microbatches={self.microbatches}: a step needs at least 1")
-        if self.staging is not None and self.staging < 1:
-            raise ConfigurationError(f"staging={self.staging}: a gradient needs at least 1 buffer on its way")
 
 
 class Steps:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.clock import COMPUTE, Kind
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost
-from ramtorch_core.simulate.steps import HOST, Accumulate, Optimizer, Order, Steps, StreamingPlan
+from ramtorch_core.simulate.knobs import StreamingPlan
+from ramtorch_core.simulate.steps import HOST, Steps
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
-__all__ = ["Accumulate", "Optimizer", "Order", "StreamingPlan", "StreamingResult", "simulate_streaming"]
+__all__ = ["StreamingResult", "simulate_streaming"]
 
 
 MAX_VISITS = 200_000
