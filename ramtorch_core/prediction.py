@@ -265,7 +265,7 @@ def predict_pipeline(
     """Simulate a step of a pipeline of resident stages, without its optimizer.
 
     What is in no chunk counts as part of the last chunk's backward, and what the host does before a microbatch as part
-    of the first chunk's forward. One thread of the host issues everything.
+    of the first chunk's forward. One thread of the host launches everything, one chunk after the other.
 
     Args:
         first_chunks: of each stage but the first, the index of its first chunk.
@@ -273,8 +273,13 @@ def predict_pipeline(
     Raises:
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
-    issue = calibration.issue.resident
-    found = costs(replace(calibration, issue=issue), schedule.microbatches)
+    issue = calibration.issue
+    found = [
+        replace(cost, issue_forward=each.forward, issue_recompute=each.forward, issue_backward=each.backward)
+        for cost, each in zip(
+            costs(calibration, schedule.microbatches), (chunk.launches for chunk in calibration.chunks), strict=True
+        )
+    ]
     last = found[-1]
     last = replace(last, backward=last.backward + calibration.outside, issue_backward=last.issue_backward + issue.loss)
     found[-1] = last

@@ -9,6 +9,7 @@ from stream_cases import data, stack
 from torch import nn
 
 from ramtorch_core import ConfigurationError, pricing
+from ramtorch_core.engine.launches import Launches
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.timed_passes import Issue
 from ramtorch_core.plan.schedule import build
@@ -175,18 +176,21 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
             predict_pipeline(even, build("gpipe", len(cuts) + 1, 4), cuts)
 
 
-def test_the_hosts_time_counts_in_a_pipeline_too() -> None:
+def test_the_hosts_time_to_launch_counts_in_a_pipeline_too() -> None:
     rates = replace(RATES, device_update=1e-9)
     even = replace(CALIBRATION, rates=rates, chunks=(CHUNK,) * 4, outside=0.0)
-    plain = predict_pipeline(even, build("gpipe", 2, 4), [2]).seconds
-    fast = replace(even, issue=Issue(forward=0.1, backward=0.2, begin=0.5, loss=0.3))
-    first = 0.5 + 2 * 0.1  # of the first stage, at the most; the rest is issued while the devices compute
-    assert plain <= predict_pipeline(fast, build("gpipe", 2, 4), [2]).seconds <= plain + first
-    streamed = replace(fast, issue=replace(fast.issue, forward=1.1, recompute=0.1, backward=1.2))
     schedule = build("gpipe", 2, 4)
-    assert predict_pipeline(streamed, schedule, [2]).seconds == predict_pipeline(fast, schedule, [2]).seconds
-    slow = replace(even, issue=Issue(forward=1.0, backward=5.0, begin=2.0, loss=3.0))
-    assert predict_pipeline(slow, build("gpipe", 2, 4), [2]).seconds >= 4 * (4 * (1 + 5) + 2 + 3)
+
+    def seconds(launches: Launches, issue: Issue) -> float:
+        chunks = (replace(CHUNK, launches=launches),) * 4
+        return predict_pipeline(replace(even, chunks=chunks, issue=issue), schedule, [2]).seconds
+
+    plain, beside = seconds(Launches(), Issue()), Issue(begin=0.5, loss=0.3)
+    first = 0.5 + 2 * 0.1  # of the first stage, at the most; the rest is issued while the devices compute
+    assert plain <= seconds(Launches(0.1, 0.2), beside) <= plain + first
+    streaming = replace(beside, forward=10.0, recompute=10.0, backward=10.0)  # which no visit here does
+    assert seconds(Launches(0.1, 0.2), streaming) == seconds(Launches(0.1, 0.2), beside)
+    assert seconds(Launches(1.0, 5.0), Issue(begin=2.0, loss=3.0)) >= 4 * (4 * (1 + 5) + 2 + 3)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

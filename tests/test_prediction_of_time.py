@@ -8,6 +8,7 @@ import pytest
 from virtual_world_cases import WIDTH, Times, World
 
 from ramtorch_core import tuning
+from ramtorch_core.engine.launches import Launches
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.parts import Part, predicted_parts
 from ramtorch_core.prediction import Machine, Optimizer, Order, StreamingPlan, predict
@@ -124,6 +125,7 @@ def test_compute_and_the_hosts_time_are_measured_apart_from_waits(calibrations: 
             assert chunk.forward == pytest.approx(times.forward + 0.4 * MS)
             assert chunk.recompute == pytest.approx(times.forward)  # which ends where the last layer begins
             assert chunk.backward == pytest.approx(times.backward)
+            assert chunk.launches == Launches(pytest.approx(times.issue_forward), pytest.approx(times.issue_backward))
         assert found.outside == pytest.approx(LOSS.forward + LOSS.backward)
         issue = found.issue  # though the host waits for copies of masters when a forward is over
         assert issue.forward == pytest.approx(TIMES.issue_forward)

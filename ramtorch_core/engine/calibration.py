@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ramtorch_core.engine.chunks import ChunkSpec, find_chunks
 from ramtorch_core.engine.footprints import Footprint, Run, footprints_of
 from ramtorch_core.engine.laps import Compute, compute_of
+from ramtorch_core.engine.launches import Launches, time_launches
 from ramtorch_core.engine.peaks import Peaks, PeakWatch
 from ramtorch_core.engine.rates import Rates
 from ramtorch_core.engine.stream import Streamer
@@ -38,6 +39,7 @@ class ChunkMeasure:
         boundary_bytes: activations that stay when the chunk is checkpointed: its inputs. Those of the first chunk are
             there before.
         recomputed_bytes: activations that a recompute makes besides.
+        launches: seconds of the host, where weights stay on the device.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ChunkMeasure:
     kept_bytes: int
     boundary_bytes: int
     recomputed_bytes: int
+    launches: Launches = field(default_factory=Launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Calibration:
         ahead: the part of it that belongs to the forward.
         window: slots with which it was measured.
         peaks: the device's memory then; None where that is not known.
-        issue: what the host takes.
+        issue: what the host takes, for chunks that stream.
         awaited: tensors that stay on the device are trained, and the host waits for their gradients.
         between: seconds of the host per step, between the end of one and the beginning of the next.
         update_factor: by how much updates on the host take longer than `rates` say.
@@ -139,8 +142,8 @@ def calibrate_chunks(
         laps = [each.lap for each in passes]
         groups = streamer.groups
         measured = tuple(
-            describe(group, footprint, compute_of(group, laps))
-            for group, footprint in zip(groups, footprints[1:], strict=True)
+            replace(describe(group, footprint, compute_of(group, laps)), launches=each)
+            for group, footprint, each in zip(groups, footprints[1:], time_launches(run), strict=True)
         )
         issues = [each.issue for each in passes]
         return Calibration(

@@ -114,20 +114,34 @@ def bytes_once(tensor: Tensor, known: Storages) -> int:
     return int(storage.nbytes())
 
 
+class _NotKept(RuntimeError):
+    """A forward has a backward inside, which needs what was only counted."""
+
+
 def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[Footprint]:
     """Of what is in no chunk, and of each group: one forward that would keep everything for backward, but only counts.
+
+    Where the forward differentiates, it does keep everything, until it is over.
 
     Args:
         operations: how many there were so far.
     """
+    try:
+        return _footprints_of(run, operations, keep=False)
+    except _NotKept:
+        return _footprints_of(run, operations, keep=True)
+
+
+def _footprints_of(run: Run, operations: Callable[[], int], *, keep: bool) -> list[Footprint]:
     chunks = [chunk.module for chunk in run.streamer.census.chunks if chunk.group is not None]
     counts = Counts(run.streamer._inventory.rest.buffer)
     footprints = [counts.outside, *(Footprint() for _ in chunks)]
     inside = [counts.outside]  # chunks under way
     seen = 0
 
-    def pack(tensor: Tensor) -> None:
+    def pack(tensor: Tensor) -> Tensor | None:
         counts.saved(inside[-1], tensor)
+        return tensor.detach() if keep else None
 
     def attribute() -> None:
         nonlocal seen
@@ -168,5 +182,7 @@ def footprints_of(run: Run, operations: Callable[[], int] = lambda: 0) -> list[F
     return footprints
 
 
-def _unpack(_: None) -> Tensor:
-    raise AssertionError("this graph has no backward")
+def _unpack(kept: Tensor | None) -> Tensor:
+    if kept is None:
+        raise _NotKept("this graph has no backward")
+    return kept

@@ -65,15 +65,6 @@ class Issue:
     begin: float = 0.0
     loss: float = 0.0
 
-    @property
-    def resident(self) -> Issue:
-        """Where weights stay on the device: without what each visit costs besides its launches.
-
-        A recompute is the launches of a forward alone.
-        """
-        visit = max(0.0, self.forward - self.recompute) if self.recompute else 0.0
-        return replace(self, forward=self.forward - visit, backward=max(0.0, self.backward - visit))
-
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
