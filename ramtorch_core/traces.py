@@ -42,8 +42,11 @@ def trace(path: str | PathLike[str] | None) -> Iterator[None]:
 
     Visits (`F3`, `B3`), transfers (`t3`), gradients on their way to the host (`g3`), updates on the host (`u3`), ops of
     pipelines (`2F0`) and waits of the host (`stall for an update`) are shown in the thread that issues them, and where
-    they launch device work also on the device. A path that ends with `.gz` is compressed. Recording slows the host
-    down, so times of a trace are no measurement of a step.
+    they launch device work also on the device, in its own time. Waits of the device are shown there, between two
+    kernels (`spin_kernel`) that are launched only while a profiler runs: `stall for a transfer`, `stall for gradients
+    to leave`, and `stall for another stage`, which is a pipeline's bubble; one as short as these kernels was no wait.
+    A path that ends with `.gz` is compressed. Recording slows the host down, so times of a trace are no measurement of
+    a step.
 
     Raises:
         RuntimeError: another profiler runs.

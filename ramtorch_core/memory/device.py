@@ -104,7 +104,7 @@ class Device:
             resolved = torch.device("cuda", index)
         self.torch = resolved
         self.asynchronous = resolved.type == "cuda" and not self.fake
-        self.ranges = Ranges(self.mark)
+        self.ranges = Ranges(self.mark, self.touch if self.asynchronous else None)
 
     def __repr__(self) -> str:
         return f"Device({str(self.torch)!r})"
@@ -145,6 +145,13 @@ class Device:
     def mark(self) -> Mark:
         """The moment when all work issued so far on the current stream is done, for measuring times."""
         return _Timed(torch.cuda.current_stream(self.torch)) if self.asynchronous else Moment()
+
+    def touch(self) -> None:
+        """Launch a kernel on the current stream that does nothing, for profiles to show the moment; not into graphs."""
+        if self.asynchronous:
+            with torch.cuda.device(self.torch):
+                if not torch.cuda.is_current_stream_capturing():
+                    torch.cuda._sleep(1)  # one clock cycle; needs no tensor, and modes see no operation
 
     def wait(self, event: Event, stream: Stream | None = None) -> None:
         """Let `stream` (default: the current one) wait for `event`; the calling thread does not wait."""

@@ -198,7 +198,7 @@ class Gradients:
             self._moving.append((moved, self.device.current_stream(), flats))
             while len(self._moving) > MAXIMUM_IN_FLIGHT:
                 event, stream, _kept_alive = self._moving.popleft()
-                with self.device.ranges.span(Kind.STALL, FOR_GRADIENTS, shown=False):
+                with self.device.ranges.waiting(FOR_GRADIENTS):
                     self.device.wait(event, stream)  # afterwards the allocator may reuse them in compute order
 
     def _publish(self, book: Book, weight: Weight, gradient: Gradient, scale: float) -> None:

@@ -1,7 +1,8 @@
 """Ranges: named stretches of a device's work, which profilers show and which listeners time.
 
 Unless a profiler runs or somebody listens, a range costs a look at two flags. Nothing here ever waits for a device: a
-listener collects what has ended.
+listener collects what has ended. A profiler draws a range on a device from the first to the last kernel launched in it,
+so the waits of a stream, which launch none, get one at each end, only while a profiler runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
@@ -120,7 +121,7 @@ class Range:
 
 
 class Listener:
-    """Gets every range of a device that ends between `listen` and `close`."""
+    """Gets every range of a device that ends between `listen` and `close`, and again after `reopen`."""
 
     def __init__(self, owner: Ranges) -> None:
         self._owner = owner
@@ -137,8 +138,12 @@ class Listener:
         return ended
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Listen no more; what it got is still there to be collected. Idempotent."""
         self._owner.dismiss(self)
+
+    def reopen(self) -> None:
+        """Listen again. Idempotent."""
+        self._owner.admit(self)
 
 
 def name_thread() -> None:
@@ -151,10 +156,12 @@ class Ranges:
 
     Args:
         mark: takes a moment of the calling thread's current stream.
+        touch: launches a kernel there that does nothing; None where there are no streams, whose waits are then not
+            shown.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
-        self._mark = mark
+    def __init__(self, mark: Callable[[], Mark], touch: Callable[[], None] | None = None) -> None:
+        self._mark, self._touch = mark, touch
         self._listeners: tuple[Listener, ...] = ()
         self._numbers = itertools.count()
 
@@ -168,7 +175,7 @@ class Ranges:
 
         Args:
             host: take the host's time instead of that of the current stream.
-            shown: also in profiles. Not for waiting on the device, which takes the host no time.
+            shown: also in profiles.
         """
         shown = shown and profiler._is_profiler_enabled
         if not shown and not self._listeners:
@@ -181,11 +188,33 @@ class Ranges:
         """The same for the length of a context."""
         return self.begin(kind, what, host=host, shown=shown) or _NOTHING
 
+    def waiting(self, reason: str) -> AbstractContextManager[object]:
+        """Around the calls that let the current stream wait, which takes the host no time: a stall.
+
+        Profiles show it on the device, from where the stream begins to wait to where it goes on.
+        """
+        if self._touch is None or not profiler._is_profiler_enabled:
+            return self.span(Kind.STALL, reason, shown=False)
+        return self._touched(reason, self._touch)
+
+    @contextlib.contextmanager
+    def _touched(self, reason: str, touch: Callable[[], None]) -> Iterator[None]:
+        with profiler.record_function(Kind.STALL.label(reason)):
+            touch()
+            with self.span(Kind.STALL, reason, shown=False):
+                yield
+            touch()
+
     def listen(self) -> Listener:
         """Time ranges from now on."""
         listener = Listener(self)
-        self._listeners += (listener,)
+        self.admit(listener)
         return listener
+
+    def admit(self, listener: Listener) -> None:
+        """What `listen` and `reopen` do."""
+        if listener not in self._listeners:
+            self._listeners += (listener,)
 
     def dismiss(self, listener: Listener) -> None:
         """The end of `listen`."""

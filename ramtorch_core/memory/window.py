@@ -102,7 +102,7 @@ class Window:
 
     def acquire(self, slot: Slot, clock: int) -> None:
         """Let the calling thread's stream read `slot` from now on, after earlier visits on other streams."""
-        with self.device.ranges.span(Kind.STALL, FOR_TRANSFER, shown=False):
+        with self.device.ranges.waiting(FOR_TRANSFER):
             self.device.wait(slot.loaded)
             self.device.wait(slot.free)
         slot.users += 1

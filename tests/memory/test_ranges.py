@@ -1,10 +1,17 @@
 """Ranges: what is timed and shown, and that nothing is when nobody wants to know."""
 
-import torch
-from torch.profiler import profile
+from typing import Any
 
+import torch
+from torch import nn
+from torch.profiler import profile, record_function
+
+from ramtorch_core.engine.pipeline.links import Links, Parcel
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, finish
+from ramtorch_core.memory.gradients import MAXIMUM_IN_FLIGHT, Gradients
+from ramtorch_core.memory.ranges import FOR_STAGE, FOR_TRANSFER, FOR_UPDATE, Kind, Ranges, finish
+from ramtorch_core.memory.weights import Weight, WeightGroup
+from ramtorch_core.memory.window import Window
 from ramtorch_core.plan.itinerary import Direction, Visit
 
 
@@ -56,6 +63,84 @@ def test_a_listener_leaves_what_has_not_ended_on_the_device_for_later() -> None:
     assert [each.kind for each in listener.collect()] == [Kind.UPDATE]
     Pending.come = True
     assert [each.kind for each in listener.collect()] == [Kind.TRANSFER]
+
+
+def test_a_closed_listener_keeps_what_it_got_and_listens_again() -> None:
+    ranges = Device("cpu").ranges
+    listener = ranges.listen()
+    for what in range(3):
+        with ranges.span(Kind.TRANSFER, what):
+            pass
+        if what == 0:
+            listener.close()
+            listener.close()
+        else:
+            listener.reopen()
+    assert [each.what for each in listener.collect()] == [0, 2]
+
+
+class Recording(Device):
+    """A CPU that says that it has streams, and notes what would be launched there."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.launched: list[str] = []
+        self.ranges = Ranges(self.mark, self.touch)
+
+    def touch(self) -> None:
+        self.launched.append("touch")
+        with record_function("touch"):
+            pass
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        self.launched.append("wait")
+        with record_function("wait"):
+            pass
+
+
+def marks(profiler: Any) -> list[str]:
+    """Ranges in the order in which they began, but those of operations."""
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if not event.name.startswith("aten::")]
+
+
+def test_a_wait_of_a_stream_begins_and_ends_with_a_kernel_only_while_a_profiler_runs() -> None:
+    """A profiler draws a range on the device only where a kernel ran in it."""
+    device = Recording()
+    listener = device.ranges.listen()
+    with device.ranges.waiting(FOR_TRANSFER):
+        device.wait(None)
+    assert device.launched == ["wait"]
+    device.launched.clear()
+    with profile() as profiler, device.ranges.waiting(FOR_TRANSFER):
+        device.wait(None)
+    assert marks(profiler) == ["stall for a transfer", "touch", "wait", "touch"]
+    assert [(each.kind, each.what) for each in listener.collect()] == [(Kind.STALL, FOR_TRANSFER)] * 2
+    assert device.launched == ["touch", "wait", "touch"]
+
+
+def test_waits_for_transfers_gradients_and_stages_are_shown_on_devices_with_streams() -> None:
+    device = Recording()
+    group = WeightGroup(0, "chunk", [Weight("w", nn.Parameter(torch.ones(64)), ())])
+    group.build([torch.float32], device)
+    window, gradients = Window(device, 1, group.nbytes), Gradients(device)
+    window.load(group, window.slots[0])
+    with profile() as profiler:
+        window.acquire(window.slots[0], 0)
+        Links([device]).receive(Parcel(torch.ones(1), device.mark()))  # type: ignore[arg-type]
+        device.asynchronous = True
+        device.current_stream = lambda: None  # type: ignore[method-assign]
+        for _ in range(MAXIMUM_IN_FLIGHT + 1):
+            gradients._keep(None, [])  # type: ignore[arg-type]
+    stalls = [name for name in marks(profiler) if name.startswith("stall")]
+    assert stalls == ["stall for a transfer", "stall for another stage", "stall for gradients to leave"]
+
+
+def test_without_streams_nothing_waits_on_the_device_and_nothing_is_shown() -> None:
+    device = Device("cpu")
+    with profile() as profiler, device.ranges.waiting(FOR_STAGE):
+        torch.ones(1)
+    assert marks(profiler) == []
 
 
 def test_labels_are_those_of_the_simulator() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ramtorch_core.memory.device import COMPLETE, Device, Event, Stream
-from ramtorch_core.memory.ranges import FOR_STAGE, Kind
+from ramtorch_core.memory.ranges import FOR_STAGE
 
 __all__ = ["Direction", "Links", "Parcel"]
 
@@ -60,7 +60,7 @@ class Links:
         if parcel.arrived is COMPLETE:
             return parcel.tensor
         device = self._devices[parcel.tensor.device]
-        with device.ranges.span(Kind.STALL, FOR_STAGE, shown=False):
+        with device.ranges.waiting(FOR_STAGE):
             device.wait(parcel.arrived)
         self._hold(parcel.tensor, device.current_stream())
         return parcel.tensor
