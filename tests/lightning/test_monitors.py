@@ -151,16 +151,48 @@ def test_a_trace_of_a_pipeline_shows_its_ops(tmp_path: Path) -> None:
     assert [op for op in ops_in(path) if op[0] == "0"] == ["0F0", "0F1", "0B0", "0B1"]
 
 
-def test_a_trace_of_steps_that_do_not_come_is_not_written(tmp_path: Path) -> None:
+def test_a_trace_of_steps_that_do_not_come_is_not_written_and_a_warning_says_so(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    fit(Classifier, Kept(), callbacks=lambda: [TraceCallback(path, steps=[100])], max_epochs=1)
+    with pytest.warns(UserWarning, match=r"ended after 4 batches: the trace of steps=\[4, 5\].* was not written"):
+        fit(Classifier, Kept(), callbacks=lambda: [TraceCallback(path)], max_epochs=1)
     assert not path.exists()
 
 
-@pytest.mark.parametrize("steps", [[], [1, 3]])
-def test_no_steps_and_steps_with_gaps_are_refused(steps: list[int]) -> None:
-    with pytest.raises(ConfigurationError, match="steps="):
+def test_a_trace_of_which_only_the_first_step_comes_has_that_one_and_a_warning_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.warns(UserWarning, match=r"ended after 4 batches: the trace of steps=\[3, 4\].* only those before"):
+        fit(Classifier, Kept(window=2), callbacks=lambda: [TraceCallback(path, steps=[3, 4])], max_epochs=1)
+    assert ranges_in(path, "F")[0] == "F0"
+
+
+def test_training_that_is_as_long_as_the_trace_gets_no_warning(tmp_path: Path, recwarn: Any) -> None:
+    fit(Classifier, Kept(), callbacks=lambda: [TraceCallback(tmp_path / "trace.json", steps=[3])], max_epochs=1)
+    assert not [each for each in recwarn if "trace" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([], "give at least one"),
+        ([1, 3], "give at least one, and those in between"),
+        ([-1], "steps=-1: a whole number of at least 0"),
+        ([4, 5.5], r"steps=5\.5: a whole number"),
+        ([True], "steps=True: a whole number"),
+        (5, r"steps=5: give a list of batches, such as \[5\]"),
+        (2.5, "give a list of batches"),
+        (None, "give a list of batches"),
+        ("45", "give a list of batches"),
+    ],
+)
+def test_steps_that_cannot_be_traced_are_refused(steps: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         TraceCallback("trace.json", steps=steps)
+
+
+@pytest.mark.parametrize("path", ["", ".", 5, None])
+def test_what_is_no_path_of_a_file_is_refused_before_training(path: Any) -> None:
+    with pytest.raises(ConfigurationError, match="path="):
+        TraceCallback(path)
 
 
 def test_a_failing_training_step_ends_the_trace(tmp_path: Path) -> None:
