@@ -20,6 +20,7 @@ COLOURS = {
     Kind.GRADIENT: "#CC79A7",
     Kind.STATE: "#F0E442",
     Kind.UPDATE: "#D55E00",
+    Kind.SAVE: "#000000",
     Kind.SEND: "#999999",
     Kind.ISSUE: "#DDDDDD",
 }
@@ -33,10 +34,11 @@ NAMES = {
     Kind.GRADIENT: "g, gradient to the host",
     Kind.STATE: "s, optimizer state",
     Kind.UPDATE: "u, optimizer update",
+    Kind.SAVE: "k, copy that can undo an update",
     Kind.SEND: "send to another GPU",
     Kind.ISSUE: "i, the host is busy",
 }
-DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE})
+DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE, Kind.SAVE})
 MARKS = {Cause.STALL: "~", Cause.BUBBLE: "."}
 
 

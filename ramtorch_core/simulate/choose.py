@@ -25,7 +25,7 @@ WINDOWS = (1, 2, 3, 4)
 class Offer:
     """What a change would buy: `change` in words, and the best plan with it.
 
-    `seconds` is per step of the original size: with twice the microbatches, half of the longer step.
+    `seconds` is per step of the original size: with twice the microbatches or batches, half of the longer step.
     """
 
     change: str
@@ -39,7 +39,7 @@ class Choice:
     """The fastest plan that fits.
 
     Attributes:
-        seconds: predicted per step.
+        seconds: predicted per step of the optimizer.
         compute_seconds: what the chosen plan computes; the step cannot be shorter.
         peak_bytes: predicted peak of GPU memory.
         bounds: resource -> part of the step, 0 to 1, in which it is busy; the fullest first.
@@ -65,12 +65,12 @@ class Choice:
     def __str__(self) -> str:
         share = 100 * self.compute_seconds / self.seconds if self.seconds else 100.0
         lines = [
-            f"{describe(self.plan)}: {self.seconds:.4g} s per step, {self.peak_bytes / 1e9:.2f} GB of GPU memory",
+            f"{describe(self.plan)}: {timed(self.seconds, self.plan)}, {self.peak_bytes / 1e9:.2f} GB of GPU memory",
             f"limited by: {self.binding}; the GPU computes {share:.0f} % of the time",
         ]
         for offer in self.offers:
             gain = 100 * (1 - offer.seconds / self.seconds) if self.seconds else 0.0
-            bought = f"{gain:.0f} % less time, with {describe(offer.plan)}" if gain >= 1 else "nothing"
+            bought = f"{gain:.0f} % less time per sample, with {describe(offer.plan)}" if gain >= 1 else "nothing"
             lines.append(f"{offer.change} would buy {bought}")
         return "\n".join(lines)
 
@@ -124,7 +124,7 @@ def choose(
         with contextlib.suppress(ConfigurationError):  # it would not fit
             (other, its), count = _search(others, there, what, beside, knobs)
             simulated += count
-            seconds = its.seconds * base.microbatches / what.microbatches
+            seconds = its.seconds * base.backwards / what.backwards
             found.append(Offer(change, seconds, other, its.peak_bytes))
     return Choice(
         plan=plan,
@@ -149,9 +149,18 @@ def _changes(
     if machine.gpu_bytes is not None:
         for factor in (1.5, 2.0):
             larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
-            yield f"{factor:g} times the GPU memory ({factor * machine.gpu_bytes / 1e9:.1f} GB)", chunks, larger, base
-    twice = replace(base, microbatches=2 * base.microbatches)
-    yield f"{twice.microbatches} microbatches instead of {base.microbatches}", doubled, machine, twice
+            planned = f"{factor * machine.gpu_bytes / 1e9:.1f} GB"
+            change = f"{factor:g} times the memory for the plan ({planned})"
+            if machine.gpu_whole is not None:
+                whole = f"{factor * machine.gpu_whole / 1e9:.1f} GB"
+                change = f"{factor:g} times the GPU memory ({whole}, of which the plan may take {planned})"
+            yield change, chunks, larger, base
+    if base.batches > 1 and base.microbatches == 1:
+        twice = replace(base, batches=2 * base.batches)
+        yield f"{twice.batches} accumulated batches instead of {base.batches}", doubled, machine, twice
+    else:
+        twice = replace(base, microbatches=2 * base.microbatches)
+        yield f"{twice.microbatches} microbatches instead of {base.microbatches}", doubled, machine, twice
     for change, others in variants.items():
         yield change, others, machine, base
 
@@ -160,6 +169,14 @@ def describe(plan: StreamingPlan) -> str:
     """The chosen knobs, as they are passed to the strategy."""
     pin = plan.pin if isinstance(plan.pin, int) else f"range({len(plan.pin)})"
     return f"window={plan.window}, pin={pin}, activations={'checkpoint' if plan.checkpoint else 'keep'}"
+
+
+def timed(seconds: float, plan: StreamingPlan) -> str:
+    """Seconds per step of the optimizer in words; where a step has several batches, those of a batch too."""
+    if plan.batches == 1:
+        return f"{seconds:.4g} s per step"
+    each = f"{seconds / plan.batches:.4g} s per batch in the mean"
+    return f"{each}, {seconds:.4g} s per step of the optimizer ({plan.batches} batches)"
 
 
 def _search(
@@ -199,8 +216,9 @@ def _search(
             fastest = min(fastest, result.seconds)
             fitting.append((plan, result))
     if not fitting:
+        of = "" if machine.gpu_whole is None else f" (a plan's part of {machine.gpu_whole / 1e9:.2f} GB)"
         raise ConfigurationError(
-            f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory: about "
+            f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory{of}: about "
             f"{least / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
         )
     close = [entry for entry in fitting if entry[1].seconds <= fastest * (1 + TOLERANCE)]
@@ -223,7 +241,7 @@ def _least_seconds(chunks: Sequence[ChunkCost], machine: Machine, plan: Streamin
     """A step cannot be shorter than the work of any one resource."""
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for i, chunk in enumerate(chunks) if i not in resident]
-    compute = plan.microbatches * (
+    compute = plan.backwards * (
         beside.loss
         + sum(c.forward_seconds(i in resident) for i, c in enumerate(chunks))
         + sum(c.backward_seconds(checkpoint=plan.checkpoint, resident=i in resident) for i, c in enumerate(chunks))
@@ -248,9 +266,8 @@ def _least_bytes(chunks: Sequence[ChunkCost], plan: StreamingPlan, beside: StepC
         chunks[i].resident_bytes + chunks[i].own_gradient_bytes * plan.train + chunks[i].state_bytes * updated
         for i in resident
     )
-    together = plan.microbatches if plan.order is Order.CHUNK else 1
-    held = sum(c.held_bytes(plan.checkpoint) for c in chunks) * together * plan.train + beside.loss_bytes
-    summed = plan.accumulate is Accumulate.GPU and plan.order is Order.MICROBATCH and plan.microbatches > 1
+    held = sum(c.held_bytes(plan.checkpoint) for c in chunks) * plan.together * plan.train + beside.loss_bytes
+    summed = plan.accumulate is Accumulate.GPU and plan.order is Order.MICROBATCH and plan.backwards > 1
     gradients = sum(c.gradient_bytes for i, c in enumerate(chunks) if i not in resident) * summed * plan.train
     slots = min(plan.window, len(streamed)) * max(streamed, default=0.0)
     return beside.base_bytes + slots + kept + max(held, gradients)

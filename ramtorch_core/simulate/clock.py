@@ -29,6 +29,7 @@ class Kind(Enum):
     GRADIENT = "g"
     STATE = "s"
     UPDATE = "u"
+    SAVE = "k"
     SEND = ">"
     ISSUE = "i"
     JOIN = "."
@@ -74,12 +75,14 @@ class Work:
 
     Attributes:
         order: names of resources, in the order in which charts show them; others come after.
+        until: task -> another one, after whose end it is not needed any more, and takes no time if it has not begun.
     """
 
     def __init__(self, capacities: Mapping[str, float] | None = None, free: Mapping[str, Key] | None = None) -> None:
         self.capacities, self.free = dict(capacities or {}), dict(free or {})
         self.tasks: list[Task] = []
         self.order: list[str] = []
+        self.until: dict[int, int] = {}
 
     def add(
         self,
@@ -193,7 +196,8 @@ class _Run:
             for resource in sorted(touched):
                 while resource not in self.busy and (number := self._next(resource)) is not None:
                     self.start[number] = self.now
-                    seconds = self.work.tasks[number].seconds
+                    until = self.work.until.get(number)
+                    seconds = 0.0 if until is not None and self.ended[until] else self.work.tasks[number].seconds
                     if seconds == 0:
                         self._finish(number, again)
                     else:

@@ -30,7 +30,9 @@ class ChunkCost:
         gradient: seconds to copy its gradient to the host.
         accumulate: seconds to add it to the sum on the host, on the device and back; 0 for `gradient`:
             it comes in piece by piece while it leaves.
+        recall: seconds to bring the sum on the host back to the device, to be added to there.
         update: seconds of the optimizer on the host.
+        save: seconds of the host to copy what that overwrites, where it runs ahead of the norm of all gradients.
         recast: seconds of the host to cast its master to what crosses the bus.
         device_update: seconds of the optimizer on the GPU.
         state_in, state_out: seconds to bring optimizer state to the GPU and back, for an update there.
@@ -42,6 +44,7 @@ class ChunkCost:
         passing_bytes: of a gradient that is on its way there: in the dtype in which it was computed, or to be added.
         state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
         update_bytes: traffic of host memory that an update on the host causes.
+        saved_bytes: what it overwrites; a copy is twice this traffic.
         kept_bytes: activations of one microbatch that backward needs.
         boundary_bytes: activations of one microbatch that stay where the chunk is checkpointed: its inputs.
         recomputed_bytes: those that a recompute makes besides; None for all that is kept.
@@ -58,7 +61,9 @@ class ChunkCost:
     transfer: float = 0.0
     gradient: float = 0.0
     accumulate: float = 0.0
+    recall: float = 0.0
     update: float = 0.0
+    save: float = 0.0
     recast: float = 0.0
     device_update: float = 0.0
     state_in: float = 0.0
@@ -71,6 +76,7 @@ class ChunkCost:
     passing_bytes: float = 0
     state_bytes: float = 0
     update_bytes: float = 0
+    saved_bytes: float = 0
     kept_bytes: float = 0
     boundary_bytes: float = 0
     recomputed_bytes: float | None = None
@@ -111,6 +117,11 @@ class ChunkCost:
     def forward_seconds(self, resident: bool) -> float:
         """Seconds of compute of a forward visit."""
         return self.forward + self.cast * resident
+
+    @property
+    def sums_in_full(self) -> bool:
+        """Whether its gradients are added up in float32, though its master is in half precision."""
+        return self.gradient_bytes > self.own_gradient_bytes
 
     @property
     def own_gradient_bytes(self) -> float:
@@ -168,6 +179,7 @@ class Machine:
         both_ways: bytes per second that cross PCIe at most when both directions are busy, added up.
         host_memory: bytes per second of the host's memory, all traffic together.
         gpu_bytes: bytes of GPU memory that may be used.
+        gpu_whole: bytes of all memory of the GPU, or whatever else those are a part of.
         host_update, gpu_update: seconds per parameter of the optimizer on the host and on the GPU.
         asynchronous: copies go on beside compute. On a CPU, which computes in the thread that copies, they do not.
     """
@@ -177,6 +189,7 @@ class Machine:
     both_ways: float | None = None
     host_memory: float | None = None
     gpu_bytes: float | None = None
+    gpu_whole: float | None = None
     host_update: float | None = None
     gpu_update: float | None = None
     asynchronous: bool = True
@@ -233,6 +246,7 @@ def chunk_cost(
         kept_bytes, boundary_bytes: activations of one microbatch, all of them and those of a checkpoint.
     """
     recipe = recipe or Recipe()
+    saved, update = recipe.master + recipe.state, machine.host_update or 0.0
 
     def seconds(nbytes: float, rate: float | None) -> float:
         return nbytes / rate if rate else 0.0
@@ -242,7 +256,9 @@ def chunk_cost(
         backward=backward,
         transfer=seconds(parameters * recipe.weight, machine.h2d),
         gradient=seconds(parameters * recipe.gradient, machine.d2h),
-        update=parameters * (machine.host_update or 0.0),
+        recall=seconds(parameters * recipe.gradient, machine.h2d),
+        update=parameters * update,
+        save=parameters * update * (2 * saved / recipe.update if recipe.update else 0.0),
         device_update=parameters * (machine.gpu_update or 0.0),
         state_in=seconds(parameters * (recipe.master + recipe.state), machine.h2d),
         state_out=seconds(parameters * (recipe.master + recipe.state + recipe.weight), machine.d2h),
@@ -251,6 +267,7 @@ def chunk_cost(
         gradient_bytes=parameters * recipe.gradient,
         state_bytes=parameters * recipe.state,
         update_bytes=parameters * recipe.update,
+        saved_bytes=parameters * saved,
         kept_bytes=kept_bytes,
         boundary_bytes=boundary_bytes,
     )

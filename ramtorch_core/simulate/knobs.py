@@ -49,21 +49,26 @@ class StreamingPlan:
         window: slots.
         pin: resident chunks: a count, spread evenly, or indices.
         checkpoint: recompute activations in backward instead of keeping them.
-        microbatches: per step.
+        microbatches: per batch.
+        batches: per step, accumulated; the optimizer steps after the last.
         train: False for forwards alone.
         staging: how many chunks' gradients may wait on the host for an update that overlaps with backward; None for
             any number. A backward that is further ahead waits.
         recast: user code may have written masters, so the host casts each again before it is copied.
         clip: the norm of all gradients is wanted before any update.
+        ahead: part, 0 to 1, of what updates overwrite for which the host has room for copies: these updates, the first
+            whose gradients come, run ahead of that norm. Nothing is clipped then; where it is, all of them wait, as
+            with 0.
 
     Raises:
-        ConfigurationError: fewer than one slot, microbatch or staging buffer.
+        ConfigurationError: fewer than one slot, batch, microbatch or staging buffer, or no such part.
     """
 
     window: int = 2
     pin: int | tuple[int, ...] = 0
     checkpoint: bool = True
     microbatches: int = 1
+    batches: int = 1
     order: Order = Order.MICROBATCH
     optimizer: Optimizer = Optimizer.NONE
     accumulate: Accumulate = Accumulate.HOST
@@ -71,6 +76,17 @@ class StreamingPlan:
     staging: int | None = 4
     recast: bool = False
     clip: bool = False
+    ahead: float = 0.0
+
+    @property
+    def backwards(self) -> int:
+        """Of a step: all microbatches of all its batches."""
+        return self.microbatches * self.batches
+
+    @property
+    def together(self) -> int:
+        """Microbatches side by side, all of them in a chunk before the next one."""
+        return self.microbatches if self.order is Order.CHUNK else 1
 
     @property
     def updates(self) -> Optimizer:
@@ -89,7 +105,7 @@ class StreamingPlan:
     def adds(self) -> bool:
         """Whether gradients are added to what is on the host."""
         on_host = self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST
-        return self.train and self.microbatches > 1 and on_host
+        return self.train and self.backwards > 1 and on_host
 
     def bounces(self, streamed: Sequence[ChunkCost], *, others: bool) -> bool:
         """Whether gradients go through a buffer on the GPU, to be added to what is on the host, or to be cast.
@@ -98,13 +114,22 @@ class StreamingPlan:
             streamed: the chunks that are not resident.
             others: tensors in no chunk get gradients too.
         """
-        casts = self.microbatches == 1 and any(chunk.left_bytes < chunk.gradient_bytes for chunk in streamed)
-        return self.train and (casts or (self.adds and bool(others or streamed)))
+        alone = self.microbatches == 1 and (self.batches == 1 or self.order is Order.CHUNK)
+        casts = alone and any(chunk.left_bytes < chunk.gradient_bytes for chunk in streamed)
+        published = others or self.batches > 1 or self.updates in (Optimizer.NONE, Optimizer.PUBLISHED)
+        wide = self.order is Order.CHUNK and any(
+            chunk.sums_in_full for chunk in streamed
+        )  # kept beside what is rounded
+        return self.train and (casts or (self.adds and bool(others or streamed)) or (wide and published))
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ConfigurationError(f"window={self.window}: at least 1 slot is needed; 2 let copies overlap compute")
         if self.microbatches < 1:
-            raise ConfigurationError(f"microbatches={self.microbatches}: a step needs at least 1")
+            raise ConfigurationError(f"microbatches={self.microbatches}: a batch needs at least 1")
+        if self.batches < 1:
+            raise ConfigurationError(f"batches={self.batches}: a step needs at least 1")
+        if not 0 <= self.ahead <= 1:
+            raise ConfigurationError(f"ahead={self.ahead}: a part of the updates is between 0 and 1")
         if self.staging is not None and self.staging < 1:
             raise ConfigurationError(f"staging={self.staging}: a gradient needs at least 1 buffer on its way")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.itinerary import Direction, Visit
@@ -163,10 +164,16 @@ class Lane:
         """The end of compute that the host took some time to issue: when both are over."""
         return self.work.add(self.compute, "", Kind.ISSUE, 0.0, [task, self.issued]) if issue else task
 
-    def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = ()) -> int:
-        """Compute that needs no chunk's weights. Returns its task."""
+    def step(self, kind: Kind, seconds: float, label: str, after: Iterable[int | None] = (), **more: Any) -> int:
+        """Compute that needs no chunk's weights; `more` as for `Work.add`. Returns its task."""
         gates, self._gates = self._gates, []
-        return self.work.add(self.compute, label, kind, seconds, [*after, *gates])
+        return self.work.add(self.compute, label, kind, seconds, [*after, *gates], **more)
+
+    def recall(self, chunk: int, visit: int, arrived: int) -> int:
+        """Bring the sum on the host back, in the order of compute, to be added to after `visit`. Returns the task."""
+        cost = self.chunks[chunk]
+        uses = traffic(cost.gradient_bytes, cost.recall, HOST_MEMORY, self.bus, self.inward)
+        return self.step(Kind.GRADIENT, cost.recall, f"g{chunk}", [visit, arrived], uses=uses)
 
     def send_gradient(
         self,

@@ -17,7 +17,18 @@ from ramtorch_core.simulate.options import Row, count, listed, number, one_of
 from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
 
 PROGRAM = "offload_simulator"
-KNOBS = ("window", "pin", "activations", "microbatches", "order", "optimizer", "accumulate", "staging")
+KNOBS = (
+    "window",
+    "pin",
+    "activations",
+    "microbatches",
+    "batches",
+    "order",
+    "optimizer",
+    "accumulate",
+    "staging",
+    "ahead",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--pin", type=listed(_pin), default=(0,), help="resident chunks: N spread evenly, or firstN (default: 0)")
     policies = listed(one_of("keep", "checkpoint"))
     add("--activations", type=policies, default=("checkpoint",), help="keep, checkpoint (default: checkpoint)")
-    add("--microbatches", type=listed(count), default=(1,), help="per step (default: 1)")
+    add("--microbatches", type=listed(count), default=(1,), help="per batch (default: 1)")
+    add("--batches", type=listed(count), default=(1,), help="accumulated per step of the optimizer (default: 1)")
     orders = [order.value for order in Order]
     add("--order", type=listed(one_of(*orders)), default=("microbatch",), help=f"what comes first: {', '.join(orders)}")
     optimizers = [optimizer.value for optimizer in Optimizer]
@@ -53,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     waiting = "chunks whose gradients may wait on the host for an overlapped update (default: 4)"
     add("--staging", type=listed(count), default=(4,), help=waiting)
     add("--clip", action="store_true", help="updates wait for the norm of all gradients")
+    ahead = "part of what updates overwrite that is copied, so that they run ahead of that norm (default: 0)"
+    add("--ahead", type=listed(number), default=(0.0,), help=ahead)
     add("--forward-only", action="store_true", help="prediction: no backward, no optimizer")
     add("--steps", type=count, default=3, help="simulated; the last is reported. 1: a single cold step (default: 3)")
     add("--extra-bytes", type=number, default=0.0, help="GPU memory outside of chunks: inputs, loss, work space")
@@ -86,12 +100,14 @@ def _plan(knobs: Mapping[str, Any], arguments: argparse.Namespace) -> StreamingP
         pin=knobs["pin"],
         checkpoint=knobs["activations"] == "checkpoint",
         microbatches=knobs["microbatches"],
+        batches=knobs["batches"],
         order=Order(knobs["order"]),
         optimizer=Optimizer(knobs["optimizer"]),
         accumulate=Accumulate(knobs["accumulate"]),
         staging=knobs["staging"],
         train=not arguments.forward_only,
         clip=arguments.clip,
+        ahead=knobs["ahead"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from ramtorch_core.plan.itinerary import Direction, Visit
@@ -40,7 +41,9 @@ class Steps:
         )
         self.first: list[int] = []
         self._last: dict[int, int] = {}  # step -> the end of its last backward: every gradient has arrived
-        self._update: dict[int, tuple[int, int]] = {}  # update on the host -> step and chunk
+        self._update: dict[int, tuple[int, int]] = {}  # update on the host, or copy for it -> step and chunk
+        self._begun: set[int] = set()  # updates that follow such a copy
+        self._runs_ahead = self._first_updates()
         self._left: dict[int, int] = {}  # resident chunk -> the visit that made its gradient
         self._since: int | None = None  # when the host went on
 
@@ -66,14 +69,15 @@ class Steps:
         self._gradient_since: dict[int, int] = {}  # chunk -> the visit since which its gradient is on the GPU
         self._arrived: dict[int, int] = {}  # chunk -> the copy of its last gradient
         self._overlapping: list[int] = []  # updates on the host that the backward does not wait for
+        self._saves: list[int] = []  # copies for updates that run ahead
         self._gpu_updates: list[tuple[int, int, int]] = []  # to come: chunk, its visit, the visit before
         if plan.recast:
             self.lane.stale = set(range(count)) - self.lane.resident
-        everything = list(range(plan.microbatches))
-        for group in [everything] if plan.order is Order.CHUNK else [[m] for m in everything]:
-            self._pass(group)
+        for m in range(0, plan.backwards, plan.together):
+            self._pass(range(m, m + plan.together))
         self.first.append(self._forwards[0, 0])
-        self._last[self._number] = self._latest if self._since is None else self._since
+        over = self._last[self._number] = self._latest if self._since is None else self._since
+        self.work.until |= dict.fromkeys(self._saves, over)
         if plan.train and plan.optimizer is not Optimizer.NONE:
             self._optimize()
 
@@ -143,9 +147,7 @@ class Steps:
         forward = self._forwards[chunk, m]
         lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
         first = chunk == len(self.chunks) - 1
-        if (
-            first and plan.order is Order.CHUNK and plan.microbatches > 1
-        ):  # all microbatches' losses wait for the first backward
+        if first and plan.together > 1:  # all microbatches' losses wait for the first backward
             lane.hold(self._beside.loss_bytes, self._losses[m], visit)
         work = self._beside.first_bytes if first else self._beside.work_bytes
         lane.hold(work + cost.made_bytes(plan.checkpoint), visit, visit)
@@ -160,15 +162,19 @@ class Steps:
     def _gradient(self, chunk: int, m: int, visit: int, before: int) -> None:
         """What becomes of the gradient that a backward visit of a streamed chunk leaves."""
         cost, plan = self.chunks[chunk], self.plan
-        stays = plan.order is Order.CHUNK or plan.accumulate is Accumulate.GPU
+        together = plan.order is Order.CHUNK
+        stays = together or plan.accumulate is Accumulate.GPU
         since = self._gradient_since.setdefault(chunk, visit) if stays else visit
-        last = m == plan.microbatches - 1
+        if together and chunk in self._arrived and m % plan.together == 0:
+            visit = self._latest = self.lane.recall(chunk, visit, self._arrived[chunk])
+        last = m == plan.backwards - 1
+        leaves = last or not stays or (together and (m + 1) % plan.together == 0)
         if last and self._where is Optimizer.GPU:
             if m and not stays:
                 visit = self.lane.send_gradient(chunk, visit, back=True)
             self._gradient_since[chunk] = since
             self._gpu_updates.append((chunk, visit, before))
-        elif last or not stays:
+        elif leaves:
             overlaps = last and not self._held and self._where in (Optimizer.JOINED, Optimizer.OVERLAPPED)
             add = bool(m and not stays)
             room = None
@@ -177,15 +183,18 @@ class Steps:
             nbytes = cost.gradient_bytes if stays and m else None
             arrived = self.lane.send_gradient(chunk, visit, add=add, room=room, nbytes=nbytes, since=since)
             self._arrived[chunk] = arrived
+            self._gradient_since.pop(chunk, None)
             if overlaps:
                 self._overlapping.append(self._update_on_host(chunk, arrived))
+            elif last and chunk in self._runs_ahead:
+                self._update_ahead(chunk, arrived)
 
     def _optimize(self) -> None:
         """`optimizer.step()`."""
         published = self._where is Optimizer.PUBLISHED
         self._update_on_gpu()
         if published or self._held:
-            for chunk in sorted(self._arrived):
+            for chunk in sorted(self._arrived.keys() - self._runs_ahead):
                 self._update_on_host(chunk, self._since)
         after = [self._since] if published or self._held else []
         for chunk in sorted(self.lane.resident):
@@ -201,6 +210,27 @@ class Steps:
         self._update[task] = (self._number, chunk)
         self.lane.updated[chunk] = task
         return task
+
+    def _first_updates(self) -> frozenset[int]:
+        """The chunks whose updates may run ahead of the norm: the first whose gradients come, as far as there is room.
+
+        Where no sizes are given, chunks are counted.
+        """
+        if not self._held:
+            return frozenset()
+        order = [chunk for chunk in reversed(range(len(self.chunks))) if chunk not in self.lane.resident]
+        sizes = [self.chunks[chunk].saved_bytes or 1.0 for chunk in order]
+        room = self.plan.ahead * sum(sizes) * (1 + 1e-9)
+        return frozenset(chunk for chunk, size in zip(order, itertools.accumulate(sizes), strict=True) if size <= room)
+
+    def _update_ahead(self, chunk: int, arrived: int) -> None:
+        """The same ahead of the norm, after a copy, unless that is known when its turn comes."""
+        cost = self.chunks[chunk]
+        uses = traffic(2 * cost.saved_bytes, cost.save, HOST_MEMORY)
+        save = self.work.add(HOST, f"k{chunk}", Kind.SAVE, cost.save, [arrived], uses)
+        self._update[save] = (self._number, chunk)
+        self._saves.append(save)
+        self._begun.add(self._update_on_host(chunk, save))
 
     def _update_on_gpu(self) -> None:
         """Lay out the updates whose backward visit is over; their state came in beside that visit."""
@@ -218,13 +248,16 @@ class Steps:
         self._gpu_updates.clear()
 
     def _urgency(self, task: int, arrival: int, ended: Callable[[int], bool]) -> tuple[int, ...]:
-        """While backward goes on, the gradient that came first; afterwards the lowest chunk, needed first."""
+        """While backward goes on, the gradient that came first; afterwards the lowest chunk, needed first.
+
+        What is copied is updated at once.
+        """
         step, chunk = self._update[task]
-        return (step, chunk) if ended(self._last[step]) else (step, arrival)
+        return task not in self._begun, step, chunk if ended(self._last[step]) else arrival
 
     def _weights_first(self, task: int, _arrival: int, _ended: Callable[[int], bool]) -> tuple[int, ...]:
         """Visits wait for weights; optimizer state has a stream of its own, and lets them pass."""
         return int(self.work.tasks[task].kind is Kind.STATE), task
 
     def _label(self, letter: str, chunk: int | str, m: int) -> str:
-        return f"{letter}{chunk}" if self.plan.microbatches == 1 else f"{letter}{chunk}.{m}"
+        return f"{letter}{chunk}" if self.plan.backwards == 1 else f"{letter}{chunk}.{m}"

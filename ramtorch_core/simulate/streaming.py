@@ -26,7 +26,7 @@ class StreamingResult:
     """What one step costs; parts are of its length, 0 to 1.
 
     Attributes:
-        seconds: per step.
+        seconds: per step of the optimizer, all its batches together.
         compute: part in which the GPU computes.
         h2d, d2h, host: part that the work of the copy streams and of the host's optimizer fills, at full speed.
         shared: part of the host's memory and of PCIe in both directions that is used; 0 where no limit is known.
@@ -74,9 +74,10 @@ def simulate_streaming(
         raise ConfigurationError("0 chunks: there is nothing to simulate; give at least 1")
     if steps < 1:
         raise ConfigurationError(f"{steps} steps: at least 1 is needed")
-    visits = 2 * len(chunks) * plan.microbatches * (steps + (steps > 1))
+    visits = 2 * len(chunks) * plan.backwards * (steps + (steps > 1))
     if visits > MAX_VISITS:
-        said = f"{len(chunks)} chunks (layers), microbatches={plan.microbatches} and {steps} steps"
+        batches = f"batches={plan.batches}, " * (plan.batches > 1)
+        said = f"{len(chunks)} chunks (layers), {batches}microbatches={plan.microbatches} and {steps} steps"
         raise ConfigurationError(f"{said} are {visits:,} visits; at most {MAX_VISITS:,} are simulated")
     machine = machine or Machine()
     run = Steps(chunks, plan, machine, beside)

@@ -11,6 +11,7 @@ from ramtorch_core.simulate import (
     ChunkCost,
     Machine,
     Optimizer,
+    Order,
     StepCost,
     StreamingPlan,
     choose,
@@ -108,13 +109,35 @@ def test_of_equally_fast_plans_the_one_with_least_memory_is_chosen() -> None:
 def test_more_memory_and_more_microbatches_are_offered_with_what_they_would_buy() -> None:
     choice = choose(model(blocks=12), dataclasses.replace(MACHINE, gpu_bytes=8e9))
     memory, more, batches = choice.offers
-    assert memory.change == "1.5 times the GPU memory (12.0 GB)"
-    assert more.change == "2 times the GPU memory (16.0 GB)"
+    assert memory.change == "1.5 times the memory for the plan (12.0 GB)"
+    assert more.change == "2 times the memory for the plan (16.0 GB)"
     assert choice.seconds >= memory.seconds >= more.seconds
     assert choice.peak_bytes <= 8e9 < more.peak_bytes <= 16e9
     assert batches.change == "2 microbatches instead of 1"
     assert batches.seconds < choice.seconds
     assert "would buy" in str(choice)
+
+
+def test_offers_of_memory_say_what_is_the_gpus_and_what_is_the_plans() -> None:
+    machine = dataclasses.replace(MACHINE, gpu_bytes=8e9, gpu_whole=10e9)
+    memory, more, _ = choose(model(), machine).offers
+    assert memory.change == "1.5 times the GPU memory (15.0 GB, of which the plan may take 12.0 GB)"
+    assert more.change == "2 times the GPU memory (20.0 GB, of which the plan may take 16.0 GB)"
+    with pytest.raises(ConfigurationError, match=r"into 0\.50 GB of GPU memory \(a plan's part of 0\.60 GB\)"):
+        choose(model(), Machine(gpu_bytes=0.5e9, gpu_whole=0.6e9))
+
+
+def test_seconds_are_those_of_a_step_of_the_optimizer_and_of_a_batch_where_that_has_several() -> None:
+    chunks = [ChunkCost(forward=1, backward=2, transfer=0.1, update=5)] * 4
+    base = StreamingPlan(batches=4, microbatches=2, order=Order.CHUNK, optimizer=Optimizer.JOINED)
+    side = choose(chunks, Machine(), base=base, checkpoint=[False], resident=[4])
+    assert side.seconds == 4 * 2 * (4 + 8)  # resident: the GPU updates in no time
+    assert "24 s per batch in the mean, 96 s per step of the optimizer (4 batches)" in str(side)
+    assert side.offers[-1].change == "4 microbatches instead of 2"
+    assert side.offers[-1].seconds == side.seconds  # half of a step with twice as many
+    alone = choose(chunks, Machine(), base=dataclasses.replace(base, microbatches=1), resident=[4])
+    assert alone.offers[-1].change == "8 accumulated batches instead of 4"
+    assert "s per batch" not in str(choose(chunks, Machine()))
 
 
 def test_memory_outside_of_chunks_counts() -> None:

@@ -175,12 +175,14 @@ def test_no_step_is_shorter_nor_smaller_than_the_bounds_by_which_plans_are_left_
             pin=random.randint(0, len(chunks)),
             checkpoint=random.random() < 0.5,
             microbatches=random.randint(1, 3),
+            batches=random.randint(1, 2),
             order=random.choice(list(Order)),
             optimizer=random.choice(list(Optimizer)),
             accumulate=random.choice(list(Accumulate)),
             train=random.random() < 0.8,
             recast=random.random() < 0.3,
             clip=random.random() < 0.3,
+            ahead=random.random(),
         )
         beside = replace(beside, awaited=random.random() < 0.5)
         machine = Machine(

@@ -1,6 +1,7 @@
 """Streaming, simulated: the host, which issues visits, adds gradients up and updates; and the reference work."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,75 @@ def test_no_update_begins_before_the_norm_of_all_gradients_is_known() -> None:
     assert begun["u2"] == 3 + 2 + 3
     assert [clipped[f"u{i}"] for i in range(3)] == [arrived, arrived + 4, arrived + 8]  # the lowest goes first
     assert arrived == 3 + 2 + 3 * 3  # nothing waits for a buffer: each gradient has one
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (0.0, {"u0": 14, "u1": 18, "u2": 22}),
+        (0.5, {"k2": 8, "u2": 9, "u0": 14, "u1": 18}),  # there is room for one of three
+        (1.0, {"k2": 8, "u2": 9, "k1": 13, "u1": 14, "u0": 18}),  # the third is not begun when the norm is known
+    ],
+)
+def test_updates_run_ahead_of_the_norm_from_copies_as_long_as_there_is_room(ahead: float, expected: Any) -> None:
+    chunk = ChunkCost(forward=1, backward=2, gradient=3, update=4, save=1, saved_bytes=12)
+    plan = StreamingPlan(window=2, checkpoint=False, optimizer=Optimizer.OVERLAPPED, staging=1, clip=True, ahead=ahead)
+    result = simulate_streaming([chunk] * 3, plan, steps=1)
+    assert starts(result, "host") == expected  # gradients arrive at 8, 11 and 14, the norm is known at 14
+    assert result.seconds == max(expected.values()) + 4
+
+
+def test_larger_chunks_take_more_of_the_room_for_copies_and_the_first_without_room_ends_it() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=1, update=1, save=1)
+    chunks = [replace(chunk, saved_bytes=size) for size in (1, 1, 5, 3)]
+    plan = StreamingPlan(window=4, optimizer=Optimizer.JOINED, clip=True, ahead=0.7)  # room for 7
+    copied = [label for label in starts(simulate_streaming(chunks, plan, steps=1), "host") if label[0] == "k"]
+    assert copied == ["k3"]
+    unsized = [replace(chunk, saved_bytes=0)] * 4  # then chunks are counted
+    assert [label for label in starts(simulate_streaming(unsized, plan, steps=1), "host") if label[0] == "k"] == [
+        "k3",
+        "k2",
+    ]
+
+
+def test_copies_for_updates_that_run_ahead_read_and_write_the_hosts_memory() -> None:
+    chunk = ChunkCost(forward=1, backward=1, update=1, save=1, saved_bytes=12)
+    plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=True, ahead=1.0)
+    result = simulate_streaming([chunk] * 2, plan, Machine(host_memory=12), steps=1)
+    (copy,) = (span for span in result.timeline.spans if span.label == "k1")
+    assert copy.end - copy.start == 2 * 12 / 12
+
+
+def test_an_update_comes_after_the_last_of_several_batches_to_which_the_sum_comes_back() -> None:
+    chunk = ChunkCost(forward=1, backward=1, gradient=2, recall=3, update=5)
+    plan = StreamingPlan(
+        window=1, checkpoint=False, microbatches=2, batches=2, order=Order.CHUNK, optimizer=Optimizer.JOINED
+    )
+    result = simulate_streaming([chunk], plan, steps=1)
+    spans = {(s.resource, s.label): (s.start, s.end) for s in result.timeline.spans}
+    assert spans == {
+        ("compute", "F0.0"): (0, 1),
+        ("compute", "F0.1"): (1, 2),
+        ("compute", "B0.0"): (2, 3),
+        ("compute", "B0.1"): (3, 4),
+        ("compute", "g0"): (9, 12),  # before the second backward of the second batch
+        ("compute", "F0.2"): (6, 7),
+        ("compute", "F0.3"): (7, 8),
+        ("compute", "B0.2"): (8, 9),
+        ("compute", "B0.3"): (12, 13),
+        ("D2H", "g0"): (13, 15),
+        ("host", "u0"): (15, 20),
+    }
+    assert result.seconds == 20
+
+
+def test_batches_one_after_the_other_are_microbatches_one_after_the_other() -> None:
+    chunk = ChunkCost(forward=1, backward=2, transfer=1, gradient=1, accumulate=2, update=3, gradient_bytes=4)
+    for optimizer in Optimizer:
+        plan = StreamingPlan(optimizer=optimizer, microbatches=4)
+        batches = replace(plan, microbatches=1, batches=4)
+        one, other = (simulate_streaming([chunk] * 3, each) for each in (plan, batches))
+        assert (one.seconds, one.peak_bytes) == (other.seconds, other.peak_bytes)
 
 
 def test_where_gradients_are_clipped_updates_leave_the_gpu_and_sums_are_published() -> None:
