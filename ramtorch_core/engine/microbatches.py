@@ -16,7 +16,7 @@ from ramtorch_core.engine.pipeline.step import Root
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.plan.itinerary import Direction, Itinerary
-from ramtorch_core.plan.schedule import chunk_major, one_by_one, sequential
+from ramtorch_core.plan.schedule import chunk_major, sequential
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +85,11 @@ class MicrobatchRunner:
         if stages == 1:
             return self._one_by_one(executor, function, inputs, root, accumulate, step)
         try:
-            keeping = self._kept.step(True) if len(inputs) > 1 else None
-            alone = keeping is not None and keeping.watched
-            plan = one_by_one((0,) * stages, len(inputs)) if alone else chunk_major(stages, len(inputs))
-            more: dict[str, Any] = {"accumulate": accumulate, "step": step, "keeping": keeping}
-            with self._streamer.together(len(inputs)):
+            whole, plan = self._streamer.together(len(inputs)), chunk_major(stages, len(inputs))
+            with self._kept.step(plan, training=True) as (chosen, keeping), whole:
+                more: dict[str, Any] = {"accumulate": accumulate, "step": step, "keeping": keeping}
                 finish, begins = self._streamer.finish_together, self._beginning(root, 0)
-                result = executor.run(function, inputs, plan, begins, finish=finish, **more)
-            if alone:
-                self._kept.learned(True)
-            return result
+                return executor.run(function, inputs, chosen, begins, finish=finish, **more)
         except StageOrderError as error:
             if not first:
                 raise RamtorchError(

@@ -237,8 +237,12 @@ def test_nothing_is_kept_where_stages_pass_everything_on(pipeline: Make) -> None
     model = Chain()
     runner = pipeline(model)
     train(runner, model, 0)
-    assert runner._kept.step(True) is None
-    assert runner._kept.step(False) is not None
+    plan = runner.plan(len(batches(4)))
+    with runner._kept.step(plan, training=True) as (chosen, keeping):
+        assert chosen is plan
+        assert keeping is None
+    with runner._kept.step(plan, training=False) as (_, keeping):
+        assert keeping is not None  # an evaluation has not been seen
 
 
 @pytest.mark.timeout(20)

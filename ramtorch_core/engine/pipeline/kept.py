@@ -8,6 +8,7 @@ microbatches append to a list stays there for all.
 What is kept is seen in the first step of each kind, whose first microbatch is alone until its forward has ended.
 """
 
+import contextlib
 import itertools
 import numbers
 import threading
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ramtorch_core.plan.schedule import Schedule
+from ramtorch_core.plan.schedule import Schedule, forward_only, one_by_one
 
 __all__ = ["Keeping", "Kept", "first_alone"]
 
@@ -43,13 +44,21 @@ class Kept:
         """Indices of lists out of which each microbatch takes things, so that it has one of its own."""
         self._seen: set[bool] = set()
 
-    def step(self, training: bool) -> "Keeping | None":
-        """For one step of several microbatches; None if nothing is kept."""
-        watched = training not in self._seen
-        return Keeping(self, training, watched) if watched or self.places or self.lists else None
+    @contextlib.contextmanager
+    def step(self, plan: Schedule, training: bool) -> Iterator[tuple[Schedule, "Keeping | None"]]:
+        """One step: in which order it runs, and what keeps its microbatches apart; None where nothing has to.
 
-    def learned(self, training: bool) -> None:
-        """A step of this kind was watched to its end."""
+        Args:
+            plan: the order, if the step need not be watched.
+        """
+        watched, several = training not in self._seen, plan.microbatches > 1 and plan.stages > 1
+        if not several or not (watched or self.places or self.lists):
+            yield plan, None
+            return
+        if watched and not first_alone(plan):
+            alone = one_by_one(plan.placement, plan.microbatches, split=plan.split_backward)
+            plan = alone if training else forward_only(alone)
+        yield plan, Keeping(self, training, watched)
         self._seen.add(training)
 
     def namespaces(self) -> Iterator[tuple[Namespace, frozenset[Any]]]:

@@ -17,7 +17,7 @@ from ramtorch_core.engine.observe import is_compiled
 from ramtorch_core.engine.pipeline.balance import WORTH_OPENING, Balance, StageSpec, find_stages
 from ramtorch_core.engine.pipeline.executor import Executor, StepResult
 from ramtorch_core.engine.pipeline.given import ScheduleSpec, plan_schedule, resolve_devices, stage_weights
-from ramtorch_core.engine.pipeline.kept import Kept, first_alone
+from ramtorch_core.engine.pipeline.kept import Kept
 from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, Observed, RunningOrder, optimizers_follow
 from ramtorch_core.engine.pipeline.stages import StageMap, StageRow, format_stage_rows, place
 from ramtorch_core.engine.pipeline.step import Root, out_of_order
@@ -192,16 +192,9 @@ class PipelineRunner:
     def _run(self, function: Any, inputs: Sequence[Any], plan: Schedule, first: bool, **more: Any) -> StepResult:
         shared = self.streamed is not None  # where user code skips a module that begins a stage, chunks run in another
         strict = not (first and self._automatic)  # cuts that are only a guess are no reason to refuse a model
-        training = "root" in more
-        keeping = self._kept.step(training) if len(inputs) > 1 and self.stages.count > 1 else None
-        if keeping is not None and keeping.watched and not first_alone(plan):
-            alone = one_by_one(plan.placement, plan.microbatches, split=plan.split_backward)
-            plan = alone if training else forward_only(alone)
-        more |= {"exclusive": shared, "strict": strict, "keeping": keeping}
-        result = self._executor.run(function, inputs, plan, **more)
-        if keeping is not None and keeping.watched:
-            self._kept.learned(training)
-        return result
+        with self._kept.step(plan, "root" in more) as (chosen, keeping):
+            more |= {"exclusive": shared, "strict": strict, "keeping": keeping}
+            return self._executor.run(function, inputs, chosen, **more)
 
     def _observer(self) -> Observed:
         """What notes in which order the next runs call the modules, if that can be told and makes a difference."""
