@@ -154,7 +154,7 @@ def calibrate_chunks(
             watch.peaks(),
             statistics.median(lap.ahead for lap in laps),
             awaited=gets_gradients(streamer),
-            issue=Issue(*(statistics.median(getattr(each, part.name) for each in issues) for part in fields(Issue))),
+            issue=Issue(*(min(getattr(each, part.name) for each in issues) for part in fields(Issue))),
         )
     finally:
         streamer.close()
