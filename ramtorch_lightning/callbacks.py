@@ -6,12 +6,9 @@ neither read weights nor gradients, so updates go on overlapping with backward a
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -19,21 +16,20 @@ from typing_extensions import override
 from ramtorch_core import ConfigurationError, Streamer
 from ramtorch_core.errors import check_count, check_function
 from ramtorch_core.pipeline import batch_size
-from ramtorch_core.traces import FOR_GRADIENTS, FOR_STAGE, FOR_TRANSFER, FOR_UPDATE, Kind, Listener, Mark, Range
-from ramtorch_lightning._lightning import pl
+from ramtorch_core.traces import FOR_GRADIENTS, FOR_TRANSFER, FOR_UPDATE, Kind, Listener, Mark, Range
+from ramtorch_lightning._lightning import pl, rank_zero_warn
+from ramtorch_lightning.figures import Crossed, PipelineTimes, resident_bytes
 from ramtorch_lightning.offload import OffloadStrategy
 from ramtorch_lightning.pipeline import PipelineStrategy
 
 __all__ = ["OffloadMonitor", "PipelineMonitor"]
 
-_STATISTICS = Path("/proc/self/statm")
-
 
 class _Monitor(pl.Callback):
-    """What both monitors share: the clock, batches and samples, and where figures go.
+    """What both monitors share: the clock, batches and samples, what crosses the bus, and where figures go.
 
-    Time counts from the end of a batch to that of the next one, with loading data but without validation and what
-    happens between epochs.
+    The clock runs from the beginning of a batch to the end of the last one before validation or the end of an epoch,
+    with the updates that are waited for then, and with loading data but for the first batch.
     """
 
     prefix = ""
@@ -50,30 +46,34 @@ class _Monitor(pl.Callback):
         if tokens is not None:
             check_function("tokens", tokens, "from a batch to its number of tokens")
         self._every, self._progress_bar, self._tokens = every_n_steps, progress_bar, tokens
+        self._interval, self._logs = 1, False
+        self._since: float | None = None  # while the clock runs
         self._listeners: list[Listener] = []
-        self._forget()
+        self._close()
 
     def _forget(self) -> None:
         """Begin to count anew."""
+        self._crossed.forget()
         self._seconds, self._batches, self._samples, self._tokens_seen = 0.0, 0, 0, 0
 
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
         """Listen to the strategy's devices."""
         raise NotImplementedError
 
-    def _count(self, trainer: pl.Trainer) -> None:
-        """A batch is over: take what is known of it."""
+    def _streamers(self, trainer: pl.Trainer) -> list[Streamer]:
+        """The strategy's streaming engines."""
         raise NotImplementedError
+
+    def _collect(self, device: int, ended: list[Range]) -> None:
+        """Take ranges of a device."""
+        raise NotImplementedError
+
+    def _batch_over(self, trainer: pl.Trainer) -> None:
+        """A batch is over, whose ranges were collected if they had ended."""
 
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
         """The figures of the batches since `_forget`."""
         raise NotImplementedError
-
-    def _resume(self, trainer: pl.Trainer) -> None:
-        """The clock runs again; what happened since it stopped does not count."""
-        self._since = time.perf_counter()
-        for listener in self._listeners:
-            listener.collect()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,46 +83,85 @@ class _Monitor(pl.Callback):
                 f"{type(self).__name__} watches {self.watches.__name__}, but the Trainer has "
                 f"{type(trainer.strategy).__name__}: leave it out"
             )
-        self._listeners = self._listen(trainer)
-        self._resume(trainer)
+        every: int = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._interval = every or 1  # as in Lightning, 0 keeps figures from loggers, and not from the progress bar
+        self._logs = bool(every and trainer.loggers)
+        if self._logs or self._progress_bar:
+            self._listeners = self._listen(trainer)
+            for listener in self._listeners:
+                listener.close()  # until the first batch begins
+        elif every:
+            rank_zero_warn(f"{type(self).__name__} shows nothing: there is no logger, and progress_bar=False")
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._resume(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listeners:
-            self._resume(trainer)
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._since is None and self._listeners:
+            self._crossed.skip(self._streamers(trainer))
+            for listener in self._listeners:
+                listener.reopen()
+            self._since = time.perf_counter()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = time.perf_counter()
-        self._seconds += now - self._since
-        self._since = now
+        if self._since is None or batch is None:
+            return
+        self._since = self._take(trainer, self._since)
         self._batches += 1
         size = batch_size(batch)
         self._samples += size if isinstance(size, int) else 0
         self._tokens_seen += 0 if self._tokens is None else self._tokens(batch)
-        self._count(trainer)
-        if self._batches < (self._every or trainer.log_every_n_steps or 1):  # type: ignore[attr-defined]
+        loop = trainer.fit_loop.epoch_loop
+        if loop._should_accumulate():
             return
+        self._batch_over(trainer)
+        step = loop._batches_that_stepped
+        if (step + 1) % self._interval == 0 or trainer.should_stop:
+            self._show(trainer, pl_module, step)
+            self._forget()
+
+    def _take(self, trainer: pl.Trainer, since: float) -> float:
+        """Count what has happened by now; returns when that is."""
+        now = time.perf_counter()
+        self._seconds += now - since
+        self._crossed.count(self._streamers(trainer))
+        for device, listener in enumerate(self._listeners):
+            self._collect(device, listener.collect())
+        return now
+
+    def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         figures = self._figures(trainer) | {"seconds_per_batch": self._seconds / self._batches}
         if self._samples:
             figures["samples_per_second"] = self._samples / self._seconds
         if self._tokens_seen:
             figures["tokens_per_second"] = self._tokens_seen / self._seconds
-        host = _resident_bytes()
+        host = resident_bytes()
         if host is not None:
             figures["host_gb"] = host / 1e9
         named = {f"{self.prefix}/{name}": value for name, value in figures.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for logger in trainer.loggers if self._logs else ():
+            logger.log_metrics(dict(named), step=step)
         if self._progress_bar:
             pl_module.log_dict(named, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        self._forget()
+
+    def _pause(self, trainer: pl.Trainer) -> None:
+        """Stop the clock until the next batch begins."""
+        if self._since is not None:
+            self._take(trainer, self._since)
+            self._since = None
+            for listener in self._listeners:
+                listener.close()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,23 +174,26 @@ class _Monitor(pl.Callback):
     def _close(self) -> None:
         for listener in self._listeners:
             listener.close()
-        self._listeners = []
+        self._listeners, self._since, self._crossed = [], None, Crossed()
         self._forget()
 
 
 class OffloadMonitor(_Monitor):
-    """Logs what `OffloadStrategy` does, every so many batches, as means over them.
+    """Logs what `OffloadStrategy` does, every so many steps, as means over them.
 
     - `stall_percent` of the time in which the device waits, and its parts: `transfer_stall_percent` (for weights),
       `gradient_stall_percent` (for gradients to leave) and `update_stall_percent` (for the optimizer on the host)
-    - `h2d_gb_per_s`, `d2h_gb_per_s`: gigabytes that cross per second; `h2d_busy_percent`, `d2h_busy_percent`: how much
-      of the time that takes
-    - `update_seconds`: of the optimizer on the host, per batch
+    - `h2d_gb_per_s`, `d2h_gb_per_s`: 10^9 bytes of weights and of gradients that cross per second; `h2d_busy_percent`,
+      `d2h_busy_percent`: how much of the time that takes
+    - `update_seconds`: of the optimizer on the host, or from its first byte to its last where the device makes it, per
+      batch
     - `device_peak_gb`: the most memory that tensors took on the device; `host_gb`: what the process takes of the host's
-    - `seconds_per_batch`, `samples_per_second`, and with `tokens` also `tokens_per_second`
+    - `seconds_per_batch`, `samples_per_second`, and with `tokens` also `tokens_per_second`: without validation, what
+      happens between epochs, and loading the first batch after them
 
     Args:
-        every_n_steps: batches; by default the Trainer's `log_every_n_steps`.
+        every_n_steps: how often; by default the Trainer's `log_every_n_steps`, where 0 keeps figures from loggers.
+            Batches that accumulate gradients are parts of one step.
         progress_bar: also show them there.
         tokens: how many tokens a batch has.
 
@@ -165,41 +207,43 @@ class OffloadMonitor(_Monitor):
     @override
     def _forget(self) -> None:
         super()._forget()
-        self._bytes: defaultdict[str, int] = defaultdict(int)
         self._spent: defaultdict[str, float] = defaultdict(float)
-        self._tails: list[tuple[Range, Mark]] = []
 
     @override
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
+        self._last_wait: Range | None = None
+        self._overlaps = False
+        self._tails: list[tuple[Range, Mark]] = []
         strategy: Any = trainer.strategy
-        self._streamer: Streamer = strategy.streamer
-        return [self._streamer.device.ranges.listen()]
+        return [strategy.streamer.device.ranges.listen()]
 
     @override
-    def _resume(self, trainer: pl.Trainer) -> None:
-        super()._resume(trainer)
-        self._before = self._copied()
+    def _streamers(self, trainer: pl.Trainer) -> list[Streamer]:
+        strategy: Any = trainer.strategy
+        return [strategy.streamer]
 
     @override
-    def _count(self, trainer: pl.Trainer) -> None:
-        copied = self._copied()
-        for name, value in copied.items():
-            self._bytes[name] += value - (self._before[name] if value >= self._before[name] else 0)
-        self._before = copied
-        ended = self._listeners[0].collect()
+    def _collect(self, device: int, ended: list[Range]) -> None:
         for each in ended:
-            key = f"stall {each.what}" if each.kind is Kind.STALL else each.kind.value
-            self._spent[key] += each.seconds
-        waits = [each for each in ended if each.kind is Kind.STALL and each.what == FOR_GRADIENTS]
-        if waits and not any(each.kind is Kind.UPDATE for each in ended):
+            self._spent[f"stall {each.what}" if each.kind is Kind.STALL else each.kind.value] += each.seconds
+            self._overlaps |= each.kind is Kind.UPDATE
+            if each.kind is Kind.STALL and each.what == FOR_GRADIENTS:
+                self._last_wait = each
+
+    @override
+    def _batch_over(self, trainer: pl.Trainer) -> None:
+        if self._last_wait is not None and not self._overlaps:
             # The optimizer has stepped over published gradients; before, the host waited for the last of them.
-            last = max(waits, key=lambda each: each.ended)
-            self._tails.append((last, self._streamer.device.mark()))
+            (streamer,) = self._streamers(trainer)
+            self._tails.append((self._last_wait, streamer.device.mark()))
+        self._last_wait, self._overlaps = None, False
 
     @override
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
-        spent, device = self._spent, self._streamer.device
-        optimizer = sum(mark.seconds_since(last.end) for last, mark in self._tails if mark.query())
+        (streamer,), spent = self._streamers(trainer), self._spent
+        come = [(wait, mark) for wait, mark in self._tails if mark.query()]
+        self._tails = [each for each in self._tails if each not in come]
+        optimizer = sum(mark.seconds_since(wait.end) for wait, mark in come)
         waits = {
             "transfer": spent[f"stall {FOR_TRANSFER}"],
             "gradient": spent[f"stall {FOR_GRADIENTS}"],
@@ -208,38 +252,31 @@ class OffloadMonitor(_Monitor):
         percent = 100 / self._seconds
         figures = {"stall_percent": sum(waits.values()) * percent}
         figures |= {f"{name}_stall_percent": seconds * percent for name, seconds in waits.items()}
+        figures |= self._crossed.rates(self._seconds)
         for way, kind in (("h2d", Kind.TRANSFER), ("d2h", Kind.GRADIENT)):
-            figures[f"{way}_gb_per_s"] = self._bytes[way] / 1e9 / self._seconds
             figures[f"{way}_busy_percent"] = spent[kind.value] * percent
         figures["update_seconds"] = (spent[Kind.UPDATE.value] + optimizer) / self._batches
-        peak = device.peak_bytes()
+        peak = streamer.device.peak_bytes()
         return figures if peak is None else figures | {"device_peak_gb": peak / 1e9}
-
-    def _copied(self) -> dict[str, int]:
-        """Bytes that have crossed so far."""
-        streamer = self._streamer
-        return {
-            "h2d": streamer.window.copied_bytes if streamer.groups else 0,
-            "d2h": streamer.gradients.copied_bytes,
-        }
-
-    @override
-    def _close(self) -> None:
-        super()._close()
-        self.__dict__.pop("_streamer", None)
 
 
 class PipelineMonitor(_Monitor):
-    """Logs what `PipelineStrategy` does, every so many batches, as means over them.
+    """Logs what `PipelineStrategy` does, every so many steps, as means over them.
 
     - `bubble_percent` of the devices' time between a batch's first op and the first device's last one, in which no op
-      computes; `device_0_busy_percent` and so on: the part in which one does
+      runs or an op waits for another stage; `device_0_busy_percent` and so on: the part in which one computes
+    - with `window=` also `stall_percent`: the part, of all devices, in which ops wait for weights, or for gradients to
+      leave. It, the bubbles and the mean of the busy parts make up 100
+    - with `window=` also `h2d_gb_per_s`, `d2h_gb_per_s`: 10^9 bytes of weights and of gradients that cross per second,
+      the sum of all devices
     - `pipeline_seconds`: from the first op to the last, per batch
     - `device_0_peak_gb` and so on: the most memory that tensors took on each device; `host_gb`: of the host
-    - `seconds_per_batch`, `samples_per_second`, and with `tokens` also `tokens_per_second`
+    - `seconds_per_batch`, `samples_per_second`, and with `tokens` also `tokens_per_second`: without validation, what
+      happens between epochs, and loading the first batch after them
 
     Args:
-        every_n_steps: batches; by default the Trainer's `log_every_n_steps`.
+        every_n_steps: how often; by default the Trainer's `log_every_n_steps`, where 0 keeps figures from loggers.
+            Batches that accumulate gradients are parts of one step.
         progress_bar: also show them there.
         tokens: how many tokens a batch has.
 
@@ -254,64 +291,26 @@ class PipelineMonitor(_Monitor):
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
         strategy: Any = trainer.strategy
         listeners = [device.ranges.listen() for device in strategy.runner.devices]
-        self._ended: list[list[Range]] = [[] for _ in listeners]
+        self._ended: Sequence[list[Range]] = [[] for _ in listeners]
         return listeners
 
     @override
-    def _resume(self, trainer: pl.Trainer) -> None:
-        super()._resume(trainer)
-        self._ended = [[] for _ in self._listeners]
+    def _streamers(self, trainer: pl.Trainer) -> list[Streamer]:
+        strategy: Any = trainer.strategy
+        streamed = strategy.runner.streamed
+        return [] if streamed is None else streamed.streamers
 
     @override
-    def _count(self, trainer: pl.Trainer) -> None:
-        for ended, listener in zip(self._ended, self._listeners, strict=True):
-            ended += listener.collect()
+    def _collect(self, device: int, ended: list[Range]) -> None:
+        self._ended[device] += ended
 
     @override
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
         strategy: Any = trainer.strategy
-        lanes = [_batches(ended) for ended in self._ended]
-        complete = min(map(len, lanes)) - 1  # the device may be at work on the last one
-        figures: dict[str, float] = {}
-        if complete > 0:
-            self._ended = [list(itertools.chain.from_iterable(lane[complete:])) for lane in lanes]
-            total = sum(batch[-1].end.seconds_since(batch[0].start) for batch in map(_ops, lanes[0][:complete]))
-            busy = [sum(map(_busy, lane[:complete])) / total for lane in lanes]
-            figures["bubble_percent"] = 100 * (1 - sum(busy) / len(busy))
-            figures |= {f"device_{i}_busy_percent": 100 * part for i, part in enumerate(busy)}
-            figures["pipeline_seconds"] = total / complete
+        times, self._ended = PipelineTimes.read(self._ended)
+        streams = bool(self._streamers(trainer))
+        figures = times.figures(streams=streams)
+        if streams:
+            figures |= self._crossed.rates(self._seconds)
         peaks = {f"device_{i}_peak_gb": device.peak_bytes() for i, device in enumerate(strategy.runner.devices)}
         return figures | {name: peak / 1e9 for name, peak in peaks.items() if peak is not None}
-
-
-def _ops(ended: Sequence[Range]) -> list[Range]:
-    return [each for each in ended if each.kind is Kind.OP]
-
-
-def _batches(ended: Sequence[Range]) -> list[list[Range]]:
-    """Ranges of one device, in the order in which they began, by batch; each begins with the first microbatch."""
-    ordered = sorted(ended, key=lambda each: each.begun)
-    ops = [str(each.what) for each in _ops(ordered)]
-    first = min((op for op in ops if op.endswith("F0")), key=lambda op: int(op[:-2]), default="")
-    batches: list[list[Range]] = []
-    for each in ordered:
-        if each.kind is Kind.OP and str(each.what) == first:
-            batches.append([])
-        if batches:
-            batches[-1].append(each)
-    return batches
-
-
-def _busy(ended: Sequence[Range]) -> float:
-    """Seconds in which ops computed, instead of waiting for another stage inside of an op."""
-    waited = sum(each.seconds for each in ended if each.kind is Kind.STALL and each.what == FOR_STAGE)
-    return sum(op.seconds for op in _ops(ended)) - waited
-
-
-def _resident_bytes() -> int | None:
-    """Bytes of the host's memory that this process takes, or None where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        import resource
-
-        return int(_STATISTICS.read_text().split()[1]) * resource.getpagesize()
-    return None

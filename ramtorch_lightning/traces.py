@@ -36,7 +36,8 @@ class TraceCallback(pl.Callback):
     """
 
     def __init__(self, path: str | PathLike[str], steps: Sequence[int] = (4, 5)) -> None:
-        if not isinstance(path, str | PathLike) or Path(path).is_dir():
+        given: object = path
+        if not isinstance(given, str | PathLike) or Path(given).is_dir():
             raise ConfigurationError(f"path={shown(path)}: the path of a file is needed")
         self._path, self._steps = path, _steps(steps)
         self._seen = 0

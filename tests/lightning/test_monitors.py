@@ -1,18 +1,21 @@
 """Monitors and traces in the Trainer: figures arrive, results stay the same, and updates still overlap."""
 
+import pickle
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from offload_cases import Classifier, Watched, fit
+from offload_cases import Classifier, Metrics, Watched, fit, loader, make_trainer
 from stream_cases import assert_same
 from trace_cases import ops_in, ranges_in
 
 from ramtorch_core import ConfigurationError
-from ramtorch_lightning import OffloadMonitor, PipelineMonitor, PipelineStrategy, TraceCallback
+from ramtorch_core.memory.ranges import Moment
+from ramtorch_lightning import OffloadMonitor, PipelineMonitor, PipelineStrategy, TraceCallback, callbacks
 
 OFFLOAD = {
     "stall_percent", "transfer_stall_percent", "gradient_stall_percent", "update_stall_percent", "h2d_gb_per_s",
@@ -87,6 +90,153 @@ def test_without_steps_given_figures_come_as_often_as_the_trainer_logs() -> None
     assert len(rows_of(run, "offload")) == 2
 
 
+class Asks(Classifier):
+    """Notes in each step whether somebody listens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_heard: list[bool] = []
+        self.validation_heard: list[bool] = []
+
+    def heard(self) -> bool:
+        return bool(self.trainer.strategy.streamer.device.ranges._listeners)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.training_heard.append(self.heard())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validation_heard.append(self.heard())
+        return super().validation_step(batch, batch_idx)
+
+
+def test_where_the_trainer_logs_nothing_loggers_get_no_figures_and_nobody_listens() -> None:
+    run = fit(Asks, Kept(), callbacks=lambda: [OffloadMonitor()], log_every_n_steps=0)
+    assert rows_of(run, "offload") == []
+    assert not any(run.model.training_heard)
+
+
+def test_where_the_trainer_logs_nothing_the_progress_bar_shows_every_batch() -> None:
+    """As Lightning shows there what is logged with `prog_bar=True`."""
+    run = fit(Asks, Kept(), callbacks=lambda: [OffloadMonitor(progress_bar=True)], log_every_n_steps=0)
+    assert rows_of(run, "offload") == []
+    assert "offload/stall_percent" in run.trainer.progress_bar_metrics
+
+
+def test_steps_that_are_given_count_also_where_the_trainer_logs_nothing() -> None:
+    run = fit(Classifier, Kept(), callbacks=lambda: [OffloadMonitor(every_n_steps=4)], log_every_n_steps=0)
+    assert len(rows_of(run, "offload")) == 2
+
+
+def test_figures_that_nothing_shows_are_not_taken_and_a_warning_says_so() -> None:
+    model = Asks()
+    trainer = make_trainer(Kept(), callbacks=[OffloadMonitor()])
+    with pytest.warns(UserWarning, match="OffloadMonitor shows nothing: there is no logger, and progress_bar=False"):
+        trainer.fit(model, loader())
+    assert not any(model.training_heard)
+
+
+@pytest.mark.parametrize("gradients", ["auto", "published"])
+def test_batches_that_accumulate_are_parts_of_a_step(gradients: Any) -> None:
+    run = fit(
+        Classifier,
+        Kept(gradients=gradients),
+        callbacks=lambda: [OffloadMonitor(every_n_steps=1)],
+        accumulate_grad_batches=2,
+    )
+    steps = [step for step, row in run.record["logged"] if "offload/stall_percent" in row]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_steps_are_those_at_which_lightning_logs_also_in_a_run_that_is_resumed(tmp_path: Path) -> None:
+    def steps(run: Any, name: str) -> list[int]:
+        return [step for step, row in run.record["logged"] if name in row]
+
+    first = fit(Classifier, Kept(), max_epochs=-1, max_steps=3)
+    first.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    second = make_trainer(
+        Kept(), callbacks=[OffloadMonitor()], max_epochs=3, log_every_n_steps=2, logger=(logger := Metrics())
+    )
+    second.fit(Classifier(), loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    run = SimpleNamespace(record={"logged": logger.rows})
+    assert steps(run, "offload/stall_percent") == steps(run, "loss_step") == [3, 5, 7, 9]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(callbacks, "time", made := Clock())
+    return made
+
+
+@pytest.mark.parametrize("monitor", [OffloadMonitor, PipelineMonitor])
+def test_validation_what_follows_it_and_what_is_between_epochs_do_not_count(monitor: Any, clock: Clock) -> None:
+    class Slow(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.now += 1 / 2  # once per microbatch of the pipeline
+            return super().training_step(batch, batch_idx)
+
+        def _passes(self, *_: Any) -> None:
+            clock.now += 1000
+
+        on_validation_start = on_validation_end = on_train_epoch_start = on_train_epoch_end = _passes
+
+    strategy: Any = Kept(n_microbatches=2)
+    if monitor is PipelineMonitor:
+        strategy = PipelineStrategy(devices=["cpu", "cpu"], n_microbatches=2)
+    run = fit(Slow, strategy, callbacks=lambda: [monitor(every_n_steps=3)], val_check_interval=2)
+    rows = rows_of(run, monitor.prefix)
+    assert [row["seconds_per_batch"] for row in rows] == [1, 1]
+    assert [row["samples_per_second"] for row in rows] == [4, 4]
+
+
+def test_nobody_listens_to_validation() -> None:
+    run = fit(Asks, Kept(), callbacks=lambda: [OffloadMonitor()], val_check_interval=2)
+    assert all(run.model.training_heard)
+    assert run.model.validation_heard
+    assert not any(run.model.validation_heard)
+
+
+def test_an_optimizer_step_whose_end_has_not_come_yet_is_counted_later() -> None:
+    class Late(Moment):
+        """Comes when it has been asked for once."""
+
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    class Slow(Kept):
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            self.streamer.device.mark = Late  # type: ignore[method-assign]
+
+    run = fit(Classifier, Slow(gradients="published"), callbacks=lambda: [OffloadMonitor(1)], max_epochs=1)
+    first, *others = [row["update_seconds"] for row in rows_of(run, "offload")]
+    assert first == 0
+    assert others
+    assert all(seconds > 0 for seconds in others)
+
+
+@pytest.mark.parametrize("monitor", [OffloadMonitor, PipelineMonitor])
+def test_a_monitor_can_be_pickled_before_and_after_training(monitor: Any) -> None:
+    made = monitor(1)
+    pickle.loads(pickle.dumps(made))
+    strategy = Kept() if monitor is OffloadMonitor else PipelineStrategy(devices=["cpu", "cpu"], window=1)
+    fit(Classifier, strategy, callbacks=lambda: [made], max_epochs=1)
+    pickle.loads(pickle.dumps(made))
+
+
 def test_nobody_listens_when_training_is_over_or_has_failed() -> None:
     class Fails(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -114,6 +264,31 @@ def test_the_pipeline_monitor_logs_bubbles() -> None:
         assert row.keys() == PIPELINE
         assert 0 <= row["bubble_percent"] <= 100
         assert row["pipeline_seconds"] <= row["seconds_per_batch"] * 2
+
+
+def test_the_pipeline_monitor_tells_what_crosses_the_bus_and_who_waits_for_it() -> None:
+    kept: list[Any] = []
+
+    class Streams(PipelineStrategy):
+        def teardown(self) -> None:
+            assert self.runner.streamed is not None
+            kept.extend(
+                (each.window.copied_bytes, each.gradients.copied_bytes) for each in self.runner.streamed.streamers
+            )
+            super().teardown()
+
+    streaming: dict[str, Any] = {"chunks": "leaves", "window": 1, "resident_below": 0}
+    strategy = Streams(devices=["cpu", "cpu"], n_microbatches=2, **streaming)
+    run = fit(Classifier, strategy, callbacks=lambda: [PipelineMonitor(every_n_steps=1)], validation=lambda: None)
+    rows = rows_of(run, "pipeline")
+    assert rows[-1].keys() == PIPELINE | {"stall_percent", "h2d_gb_per_s", "d2h_gb_per_s"}
+    assert len(kept) == 2
+    for way, crossed in zip(("h2d", "d2h"), map(sum, zip(*kept, strict=True)), strict=True):
+        moved = sum(row[f"{way}_gb_per_s"] * row["seconds_per_batch"] * 1e9 for row in rows)
+        assert moved == pytest.approx(crossed, rel=1e-6), way
+    for row in rows[1:]:
+        busy = (row["device_0_busy_percent"] + row["device_1_busy_percent"]) / 2
+        assert busy + row["stall_percent"] + row["bubble_percent"] == pytest.approx(100)
 
 
 @pytest.mark.parametrize("monitor", [OffloadMonitor, PipelineMonitor])
