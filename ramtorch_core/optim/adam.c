@@ -9,23 +9,31 @@
  * random, so that it is right on average; the random bits are those of rounding.py, a function of a weight's key and the
  * element's index alone. The gradient is taken, and scaled, in the master's dtype.
  *
+ * What is overwritten may be kept: it is copied, piece by piece, while it is in the cache anyway, past the cache.
+ *
  * Work is dealt out in blocks of BLOCK elements to threads that live for one call. */
 
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define BLOCK 65536 /* elements: with their state about 1 MB, which fits the second-level cache */
+#define PIECE 2048  /* elements, likewise for the first-level cache */
 #define MAXIMUM_THREADS 256
 
 enum { NONE, FLOAT32, BFLOAT16 };
 
-/* One weight. All arrays have `count` elements; `shadow` is NULL if the master is its own shadow. */
+/* One weight. All arrays have `count` elements; `shadow` is NULL if the master is its own shadow. `kept` are where the
+ * former values of master, exp_avg and exp_avg_sq go, aligned to 16 bytes; NULL if nobody wants them. */
 typedef struct {
     void *master, *exp_avg, *exp_avg_sq;
     const void *grad;
     void *shadow;
+    void *kept[3];
     int64_t count;
     int32_t master_dtype, moment_dtype, grad_dtype, shadow_dtype;
     int32_t width;              /* of torch's vectors; a power of two that divides BLOCK */
@@ -158,22 +166,50 @@ static Update *const UPDATES[16] = { /* bits: master, moments, gradient, shadow 
     update_ffff, update_fffb, update_ffbf, update_ffbb, update_fbff, update_fbfb, update_fbbf, update_fbbb,
     update_bff,  NULL,        update_bfb,  NULL,        update_bbf,  NULL,        update_bbb,  NULL};
 
+/* A copy that is not needed soon: where that can be said, it goes to memory without being read from there before. */
+static void copy_past_cache(char *to, const char *from, size_t bytes) {
+    size_t i = 0;
+#ifdef __SSE2__
+    for (; i + 16 <= bytes; i += 16) _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+#endif
+    memcpy(to + i, from + i, bytes - i);
+}
+
+static void keep(const Weight *w, int64_t begin, int64_t end) {
+    const char *now[3] = {w->master, w->exp_avg, w->exp_avg_sq};
+    for (int i = 0; i < 3; i++) {
+        size_t size = (i ? w->moment_dtype : w->master_dtype) == BFLOAT16 ? 2 : 4;
+        if (w->kept[i])
+            copy_past_cache((char *)w->kept[i] + begin * size, now[i] + begin * size, (size_t)(end - begin) * size);
+    }
+}
+
 static void update(const Weight *w, int64_t begin, int64_t end) {
     int master = w->master_dtype == BFLOAT16, moments = w->moment_dtype == BFLOAT16;
     int grad = w->grad_dtype == BFLOAT16, shadow = w->shadow_dtype == BFLOAT16;
-    UPDATES[master << 3 | moments << 2 | grad << 1 | shadow](w, begin, end);
+    Update *step = UPDATES[master << 3 | moments << 2 | grad << 1 | shadow];
+    int64_t size = w->kept[0] || w->kept[1] || w->kept[2] ? PIECE : BLOCK;
+    for (int64_t next; begin < end; begin = next) {
+        next = begin + size < end ? begin + size : end;
+        keep(w, begin, next);
+        step(w, begin, next);
+    }
 }
 
 static void *run(void *argument) {
     Work *work = argument;
     for (;;) {
         int64_t block = __atomic_fetch_add(&work->next_block, 1, __ATOMIC_RELAXED);
-        if (block >= work->block_count) return NULL;
+        if (block >= work->block_count) break;
         const Weight *w = work->weights;
         for (int64_t blocks; block >= (blocks = (w->count + BLOCK - 1) / BLOCK); w++) block -= blocks;
         int64_t begin = block * BLOCK, end = begin + BLOCK;
         update(w, begin, end < w->count ? end : w->count);
     }
+#ifdef __SSE2__
+    _mm_sfence(); /* copies past the cache are there before the thread says that it is done */
+#endif
+    return NULL;
 }
 
 /* Update `count` weights with up to `threads` threads; returns when all are done. */

@@ -60,13 +60,13 @@ class Room:
         tensors = (tensor for each in updates for tensor in _overwritten(each))
         return sum(aligned(tensor.nbytes) for tensor in tensors) <= self.nbytes - self._used
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor, in its memory order."""
+    def place(self, tensor: Tensor) -> Tensor:
+        """Room for a copy of the tensor, in its memory order; what it holds is anything."""
         if self._block is None:
             self._block = torch.empty(self.nbytes, dtype=torch.uint8)
         flat = self._block[self._used : self._used + tensor.nbytes].view(tensor.dtype)
         self._used += aligned(tensor.nbytes)
-        return torch.as_strided(flat, tensor.size(), dense_stride(tensor), flat.storage_offset()).copy_(tensor)
+        return torch.as_strided(flat, tensor.size(), dense_stride(tensor), flat.storage_offset())
 
     def host_bytes(self) -> int:
         """Bytes of host memory allocated so far."""
@@ -74,44 +74,67 @@ class Room:
 
 
 class Undo:
-    """Masters and optimizer state of a group as they are now.
+    """What updates of a group overwrite: masters and optimizer state.
+
+    The compiled kernel copies what it overwrites while it reads it; before other code does, `copy` is called. Only what
+    was `kept` is put back.
 
     Args:
-        room: where `fits` said that there is room for them.
+        room: where `fits` said that there is room for all.
     """
 
     def __init__(self, updates: Sequence[WeightUpdate], room: Room) -> None:
-        self._updates = updates
-        self._masters: list[Tensor] = []
-        self._states: list[dict[str, tuple[Any, Any]] | None] = []
+        self._kept: set[WeightUpdate] = set()
+        self._masters: dict[WeightUpdate, Tensor] = {}
+        self._states: dict[WeightUpdate, dict[str, tuple[Any, Any]] | None] = {}
         with torch.no_grad():
             for each in updates:
-                self._masters.append(room.copy(each.weight.parameter.detach()))
+                self._masters[each] = room.place(each.weight.parameter.detach())
                 state = _state(each)
-                self._states.append(
-                    None
-                    if state is None
-                    else {
-                        key: (value, room.copy(value) if _is_large(value) else _kept(value))
-                        for key, value in state.items()
-                    }
-                )
+                self._states[each] = state and {
+                    key: (value, room.place(value) if _is_large(value) else _kept(value))
+                    for key, value in state.items()
+                }
+
+    def places(self, each: WeightUpdate, moments: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        """Where the kernel copies the master and these tensors of the state to; None for those made since.
+
+        Copies what else there is of the state.
+        """
+        places: dict[int, Tensor] = {}
+        for value, place in (self._states[each] or {}).values():
+            if any(value is moment for moment in moments) and _is_large(value):
+                places[id(value)] = place
+            elif _is_large(value):
+                place.copy_(value)
+        return self._masters[each], [places.get(id(moment)) for moment in moments]
+
+    def copy(self, each: WeightUpdate) -> None:
+        """Copy what is overwritten."""
+        master, _ = self.places(each, ())
+        master.copy_(each.weight.parameter.detach())
+        self.kept([each])
+
+    def kept(self, updates: Iterable[WeightUpdate]) -> None:
+        """All that they overwrite has been copied."""
+        self._kept.update(updates)
 
     def restore(self) -> None:
-        """Put everything back, and the shadows of the masters with it."""
+        """Put everything back that was kept, and the shadows of the masters with it."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-            for each, master, state in zip(self._updates, self._masters, self._states, strict=True):
-                weight, rows = each.weight, each.recipe.optimizer.state
-                weight.parameter.copy_(master)
-                if not weight.own_shadow:
-                    weight.shadow.copy_(weight.parameter)
+            for each, state in self._states.items():
+                weight, rows, kept = each.weight, each.recipe.optimizer.state, each in self._kept
+                if kept:
+                    weight.parameter.copy_(self._masters[each])
+                    if not weight.own_shadow:
+                        weight.shadow.copy_(weight.parameter)
                 if state is None:
                     rows.pop(weight.parameter, None)
-                    continue
-                row = rows[weight.parameter]
-                row.clear()
-                for key, (value, before) in state.items():
-                    row[key] = value.copy_(before) if isinstance(value, Tensor) else before
+                elif kept:
+                    row = rows[weight.parameter]
+                    row.clear()
+                    for key, (value, before) in state.items():
+                        row[key] = value.copy_(before) if isinstance(value, Tensor) else before
 
 
 def _state(each: WeightUpdate) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ class _Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "shadow")),
+        ("kept", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("master_dtype", "moment_dtype", "grad_dtype", "shadow_dtype", "width")),
         *((name, ctypes.c_uint32) for name in ("key0", "key1")),
@@ -65,6 +66,8 @@ class AdamWeight:
         grad_scale: the gradient is multiplied with it, in the master's dtype.
         key: 64 bits, from `rounding.derive_key`, that decide how what is stored in bfloat16 is rounded.
         max_exp_avg_sq: the largest `exp_avg_sq` so far, for AMSGrad; not for the kernel.
+        kept: where the values of master, exp_avg and exp_avg_sq before this update go, in the same memory order and
+            aligned to 16 bytes; None of what nobody wants. For the kernel only.
         compiled: whether the kernel may be used.
     """
 
@@ -84,6 +87,7 @@ class AdamWeight:
     key: int = 0
     max_exp_avg_sq: Tensor | None = None
     compiled: bool = True
+    kept: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
 
 def adam_rates(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def _row(w: AdamWeight, width: int) -> _Weight:
         w.exp_avg_sq.data_ptr(),
         w.grad.data_ptr(),
         None if shadow is None else shadow.data_ptr(),
+        (ctypes.c_void_p * 3)(*(None if kept is None else kept.data_ptr() for kept in w.kept)),
         w.master.numel(),
         _DTYPES[w.master.dtype],
         _DTYPES[w.exp_avg.dtype],

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ramtorch_core.memory.weights import Weight, as_vector
 from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
+from ramtorch_core.optim.ahead import Undo
 from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_rates, takes
 
 BLOCK = 1 << 20
@@ -161,24 +162,39 @@ class WeightUpdate:
     earlier: Tensor | None = None
 
 
-def update(updates: Sequence[WeightUpdate], *, scale: float, kernel: AdamKernel | None, threads: int) -> None:
+def update(
+    updates: Sequence[WeightUpdate],
+    *,
+    scale: float,
+    kernel: AdamKernel | None,
+    threads: int,
+    undo: Undo | None = None,
+) -> None:
     """Step these weights, and write their shadows.
 
     Args:
         scale: every gradient is multiplied with it, in the master's dtype.
         kernel: used where it applies; without it, the optimizers' own code.
         threads: for the kernel. Torch's operations use torch's.
+        undo: of these updates; it gets what they overwrite.
     """
     fast: dict[WeightUpdate, AdamWeight] = {}
     with torch.no_grad():
         for each in updates:
             row = None if kernel is None else _for_kernel(each, scale)
             if row is not None:
+                if undo is not None:
+                    master, (exp_avg, exp_avg_sq) = undo.places(each, (row.exp_avg, row.exp_avg_sq))
+                    row = replace(row, kept=(master, exp_avg, exp_avg_sq))
                 fast[each] = row
-            else:
-                _update(each, scale)
+                continue
+            if undo is not None:
+                undo.copy(each)
+            _update(each, scale)
         if kernel is not None and fast:
             kernel(list(fast.values()), threads)
+            if undo is not None:
+                undo.kept(fast)
             for each in fast:
                 each.recipe.optimizer.state[each.weight.parameter]["step"] += 1
     for each in updates:

@@ -275,7 +275,7 @@ class Updater:
             if ahead and room is not None:
                 chosen.undo = Undo(chosen.updates, room)
             with self._ranges.span(Kind.UPDATE, chosen.group.index, host=True):
-                update(chosen.updates, scale=scale, kernel=self.kernel, threads=self.threads)
+                update(chosen.updates, scale=scale, kernel=self.kernel, threads=self.threads, undo=chosen.undo)
             note_update(chosen)
         with self._changed:
             self._running = None

@@ -56,16 +56,24 @@ class Updated:
     def step(self, index: int, scale: float = 1.0) -> None:
         update(self.updates(index), scale=scale, kernel=adam_kernel(), threads=1)
 
+    def step_ahead(self, index: int, compiled: bool = True) -> Undo:
+        updates, room = self.updates(index), Room(1 << 16)
+        assert room.fits(updates)
+        undo = Undo(updates, room)
+        update(updates, scale=1.0, kernel=adam_kernel() if compiled else None, threads=1, undo=undo)
+        return undo
+
     def seen(self) -> Any:
         shadows = [weight.shadow.clone() for weight in self.group.weights]
         return copy.deepcopy((weights(nn.ParameterList(self.parameters)), self.optimizer.state_dict(), shadows))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("shadow", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("optimize", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_update_is_undone_bit_for_bit_and_can_be_made_anew(
-    optimize: Callable[[Any], torch.optim.Optimizer], before: int, shadow: torch.dtype
+    optimize: Callable[[Any], torch.optim.Optimizer], before: int, shadow: torch.dtype, compiled: bool
 ) -> None:
     found, expected = Updated(optimize, shadow), Updated(optimize, shadow)
     for index in range(before):
@@ -73,16 +81,52 @@ def test_an_update_is_undone_bit_for_bit_and_can_be_made_anew(
         expected.step(index)
     seen = found.seen()
     tensors = {id(value) for row in found.optimizer.state.values() for value in row.values()}
-    updates, room = found.updates(before), Room(1 << 16)
-    assert room.fits(updates)
-    undo = Undo(updates, room)
-    found.step(before)
+    undo = found.step_ahead(before, compiled)
+    with pytest.raises(AssertionError):
+        assert_same(found.seen(), seen)
     undo.restore()
     assert_same(found.seen(), seen)
     assert {id(value) for row in found.optimizer.state.values() for value in row.values()} >= tensors
     found.step(before, scale=0.25)
     expected.step(before, scale=0.25)
     assert_same(found.seen(), expected.seen())
+
+
+def test_what_was_not_updated_when_an_update_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Updated(OPTIMIZERS["AdamW"], torch.bfloat16)
+    other = torch.optim.SGD([made.parameters.pop(1)], lr=0.1)  # not for the kernel, which comes last
+    made.optimizer = OPTIMIZERS["AdamW"](made.parameters)
+    recipes = {parameter: Recipe(made.optimizer) for parameter in made.parameters}
+    weights = made.group.weights
+    updates = [
+        WeightUpdate(each, torch.ones(each.parameter.numel()), recipes.get(each.parameter) or Recipe(other))
+        for each in weights
+    ]
+    seen = made.seen(), other.param_groups[0]["params"][0].detach().clone()
+    undo = Undo(updates, Room(1 << 16))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("here")
+
+    with pytest.raises(ArithmeticError):
+        update(updates, scale=1.0, kernel=fail, threads=1, undo=undo)  # type: ignore[arg-type]
+    assert not torch.equal(other.param_groups[0]["params"][0].detach(), seen[1])
+    undo.restore()
+    assert_same(made.seen(), seen[0])
+    assert_same(other.param_groups[0]["params"][0].detach(), seen[1])
+    assert made.optimizer.state == {}
+
+
+def test_moments_whose_dtype_the_update_changes_come_back_in_their_own() -> None:
+    made = Updated(OPTIMIZERS["own AdamW"], torch.float32)
+    made.step(0)
+    seen = made.seen()
+    made.optimizer.param_groups[0]["moments"] = torch.float32
+    undo = made.step_ahead(1)
+    assert {row["exp_avg"].dtype for row in made.optimizer.state.values()} == {torch.float32}
+    undo.restore()
+    made.optimizer.param_groups[0]["moments"] = torch.bfloat16
+    assert_same(made.seen(), seen)
 
 
 def test_room_is_for_what_an_update_overwrites_and_used_again() -> None:

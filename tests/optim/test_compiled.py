@@ -162,3 +162,25 @@ def test_a_damaged_library_in_the_cache_is_built_anew(
     adam_kernel.cache_clear()
     assert adam_kernel() is not None
     assert damaged.stat().st_size == library.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+)
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (0,), (1, 2), (2,)])
+def test_what_is_overwritten_is_kept_and_changes_nothing_else(
+    kernel: AdamKernel, dtypes: tuple[torch.dtype, torch.dtype], wanted: tuple[int, ...]
+) -> None:
+    for count in (1, 15, 2047, 2048, 2049, 65536, 65537, 3 * 65536 + 5):
+        master, exp_avg, exp_avg_sq, grad = random(count, count)
+        now = [master.to(dtypes[0]), exp_avg.to(dtypes[1]), exp_avg_sq.to(dtypes[1])]
+        alone, before = [tensor.clone() for tensor in now], [tensor.clone() for tensor in now]
+        places = [torch.full((count + 8,), 7.0, dtype=tensor.dtype) for tensor in now]
+        kept = tuple(place[:count] if i in wanted else None for i, place in enumerate(places))
+        options: dict[str, Any] = OPTIONS | {"step": 3, "decoupled": True, "key": 12345}
+        kernel([AdamWeight(*now, grad, None, kept=kept, **options)], 2)
+        kernel([AdamWeight(*alone, grad, None, **options)], 2)
+        for i, place in enumerate(places):
+            assert torch.equal(now[i], alone[i])
+            assert torch.equal(place[:count], before[i] if i in wanted else torch.full_like(before[i], 7.0))
+            assert (place[count:] == 7.0).all()
