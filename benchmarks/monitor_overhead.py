@@ -1,29 +1,40 @@
-"""What OffloadMonitor costs: seconds per step of the reference stack with it and without it, in turns.
+"""What OffloadMonitor costs: measured directly, and by seconds per step with it and without it, in turns.
 
     python benchmarks/monitor_overhead.py [--layers 6 --width 2048 --batch 4 --seq 2048]     # about a minute on an H200
 
-Every step is watched, and every one is logged. A round is a plain run and a watched one, in turns the one or the other
-first, so that a machine that slows down favours neither. `overhead` is the median over rounds of the part by which the
-median step is longer; `spread` are the least and the most of them; `noise` is by how much the medians of plain runs
-differ among themselves. Prints the verdict: whether the overhead is more than noise; and one JSON object.
+Every step of the reference stack is watched, and every one is logged. A round is a plain run and a watched one, in
+turns the one or the other first, so that a machine that slows down favours neither. `overhead` is the median over
+rounds of the part by which the median step is longer; `spread` are the least and the most of them; `noise` is by how
+much the medians of plain runs differ among themselves.
+
+Steps are seldom as equal as that needs, so one more run adds up, per step, the host's seconds inside of the monitor's
+hooks (`hooks`) and inside of the calls that begin and end ranges while it listens (`ranges`), of all threads and with
+the clock's own cost. `share` is both as a part of the median plain step. It is the most that the host can lose; where
+it is ahead of the device it loses less.
+
+Prints both verdicts, and one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from reference import tokens
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from workload import Stack, make_trainer
 
+from ramtorch_core.traces import Range, Ranges
 from ramtorch_lightning import OffloadMonitor, OffloadStrategy
 
 WARM_UP = 4
@@ -41,14 +52,69 @@ class Laps(OffloadStrategy):
         self.begun.append(time.perf_counter())
 
 
-def laps(module: L.LightningModule, callbacks: list[L.Callback], options: argparse.Namespace) -> list[float]:
-    """Seconds of each step after the warm-up."""
+class Nowhere(Logger):
+    """Takes figures and keeps none."""
+
+    name = version = "nowhere"
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+
+class Spent:
+    """Seconds inside of functions, and when they were left, whichever thread calls them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, float]] = []
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                now = time.perf_counter()
+                self.calls.append((now - begun, now))
+
+        return call
+
+    def per_step(self, begun: Sequence[float]) -> tuple[float, float]:
+        """Seconds and calls, the means of steps that began then; the last one only ends the one before."""
+        found = [seconds for seconds, left in self.calls if begun[0] <= left < begun[-1]]
+        return sum(found) / (len(begun) - 1), len(found) / (len(begun) - 1)
+
+
+def run(module: L.LightningModule, callbacks: list[L.Callback], options: argparse.Namespace) -> list[float]:
+    """When each step after the warm-up began."""
     strategy = Laps(host_memory=options.host_memory)
     data = TensorDataset(*tokens(options.batch, options.seq))
     loader: DataLoader[Any] = DataLoader(ConcatDataset([data] * (WARM_UP + options.steps)), batch_size=options.batch)
-    make_trainer(options.device, strategy, max_epochs=1, callbacks=callbacks).fit(module, loader)
-    times = strategy.begun[WARM_UP:]
-    return [later - earlier for earlier, later in itertools.pairwise(times)]
+    trainer = make_trainer(options.device, strategy, max_epochs=1, callbacks=callbacks)
+    trainer.loggers = [Nowhere()]
+    trainer.fit(module, loader)
+    return strategy.begun[WARM_UP:]
+
+
+def laps(module: L.LightningModule, callbacks: list[L.Callback], options: argparse.Namespace) -> list[float]:
+    """Seconds of each step after the warm-up."""
+    return [later - earlier for earlier, later in itertools.pairwise(run(module, callbacks, options))]
+
+
+def direct(module: L.LightningModule, options: argparse.Namespace) -> dict[str, float]:
+    """The host's seconds per step in the monitor's hooks and in ranges, and how many ranges there are."""
+    monitor, hooks, begins, ends = OffloadMonitor(every_n_steps=1), Spent(), Spent(), Spent()
+    for name in dir(L.Callback):
+        if name.startswith("on_") and getattr(OffloadMonitor, name) is not getattr(L.Callback, name):
+            setattr(monitor, name, hooks.timed(getattr(monitor, name)))
+    with (
+        mock.patch.object(Ranges, "begin", begins.timed(Ranges.begin)),
+        mock.patch.object(Range, "finish", ends.timed(Range.finish)),
+    ):
+        begun = run(module, [monitor], options)
+    (beginning, _), (ending, count) = begins.per_step(begun), ends.per_step(begun)
+    return {"hooks": hooks.per_step(begun)[0], "ranges": beginning + ending, "ranges_per_step": count}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -59,8 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name in ("plain", "watched") if number % 2 == 0 else ("watched", "plain"):
             callbacks: list[L.Callback] = [OffloadMonitor(every_n_steps=1)] if name == "watched" else []
             found[name].append(laps(module, callbacks, options))
-    report = {"arguments": vars(options), **compare(found["plain"], found["watched"]), "seconds": found}
+    compared, spent = compare(found["plain"], found["watched"]), direct(module, options)
+    share = (spent["hooks"] + spent["ranges"]) / compared["median_seconds"]["plain"]
+    report = {"arguments": vars(options), **compared, "direct": spent | {"share": share}, "seconds": found}
     print(report["verdict"])
+    print(
+        f"directly: {spent['hooks'] * 1e6:.0f} us of the host per step in its hooks, {spent['ranges'] * 1e6:.0f} us in "
+        f"{spent['ranges_per_step']:.0f} ranges: {share:.3%} of a plain step"
+    )
     print(json.dumps(report))
     return report
 
