@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ramtorch_core.engine.calibration import ChunkMeasure
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident
 from ramtorch_core.engine.estimate import estimate_chunks
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
-from ramtorch_core.optim.ahead import BYTES as AHEAD_BYTES
 from ramtorch_core.prediction import Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
+from ramtorch_core.pricing import FULL, as_run, master_width
+from ramtorch_core.simulate.choose import timed
 from ramtorch_core.simulate.costs import resident_chunks
 
-__all__ = ["Estimate", "Subject", "describe_machine", "estimate", "given", "host_bytes"]
+__all__ = ["Estimate", "Subject", "describe_machine", "described", "estimate", "given", "host_bytes", "timed"]
 
 BOTH_WAYS = 1.67
 """What PCIe moves in both directions at once, as a multiple of one direction."""
@@ -152,7 +154,7 @@ def given(
 def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
     """Host memory that training under `plan` takes: masters, shadows, moments, and gradients.
 
-    And copies of what updates overwrite that run ahead of the norm.
+    And copies of what updates overwrite that run ahead of the norm, as `plan.ahead` says.
     """
     chunks = found.calibration.chunks
     resident = resident_chunks(plan.pin, len(chunks))
@@ -162,11 +164,27 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
     shadows = sum(chunk.weight_bytes for chunk in streamed if chunk.weight_bytes < chunk.master_bytes)
     priced = [cost for index, cost in enumerate(every) if index not in resident]
     overlapped = plan.updates not in (Optimizer.NONE, Optimizer.PUBLISHED)
-    copies = AHEAD_BYTES * sum(chunk.trained for chunk in streamed) if plan.clip and overlapped else 0
-    if plan.adds or plan.clip or not overlapped:  # all of them wait for the last one
-        gradients = sum(cost.gradient_bytes for cost in priced)
-    else:
+    gradients = copies = 0.0
+    if plan.adds or plan.batches > 1 or not overlapped:  # sums are kept, of half-precision masters twice
+        gradients += sum(_sum_bytes(chunk, several=plan.backwards > 1) for chunk in streamed)
+    if plan.clip and overlapped:  # all of them wait for the last one
+        gradients += sum(cost.gradient_bytes for cost in priced)
+        copies = plan.ahead * sum(cost.saved_bytes for cost in priced)
+    elif overlapped and not plan.adds:
         widest = max((max(cost.weight_bytes, cost.gradient_bytes) for cost in priced), default=0.0)
-        gradients = min(STAGING_BUFFERS, len(priced)) * widest
+        gradients += min(STAGING_BUFFERS, len(priced)) * widest
     moments = 2 * found.trained * found.bytes / max(1, found.parameters)  # of AdamW, in the masters' dtype
     return found.bytes + moments - gone + shadows + gradients + copies
+
+
+def described(found: Estimate, plan: StreamingPlan, ram: float | None) -> StreamingPlan:
+    """The plan as the engine carries it out, on a host with so many bytes of memory; None if that is not known."""
+    plan = as_run(found.calibration, plan)
+    left = None if ram is None else max(0.0, ram - host_bytes(found, replace(plan, ahead=0.0)))
+    return plan if left is None else as_run(found.calibration, plan, left / 4)
+
+
+def _sum_bytes(chunk: ChunkMeasure, *, several: bool) -> float:
+    """Host memory of a chunk's `.grad`; beside that of half-precision masters lies a sum in float32."""
+    own = master_width(chunk)
+    return chunk.trained * (own + FULL * (several and own < FULL))

@@ -8,10 +8,14 @@ from dataclasses import replace
 from ramtorch_core.engine.calibration import Calibration, ChunkMeasure
 from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.bounce import BOUNCE_BYTES
+from ramtorch_core.optim.ahead import BYTES as AHEAD_BYTES
 from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
 from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 
-__all__ = ["costs", "half_precision", "planned_costs", "step_cost"]
+__all__ = ["as_run", "costs", "half_precision", "planned_costs", "step_cost"]
+
+FULL = 4
+"""Bytes of a number in float32, in which gradients of narrower masters are added up."""
 
 
 def costs(
@@ -21,26 +25,53 @@ def costs(
     optimizer: Optimizer = Optimizer.OVERLAPPED,
     *,
     clip: bool = False,
+    together: bool = False,
 ) -> list[ChunkCost]:
     """The simulator's costs of the chunks, when each step has so many microbatches of the calibration's size.
 
     Args:
+        microbatches: of a step, those of all its batches.
         rates: of another machine with the same device.
         optimizer: as of the plan. Gradients that are published cross in the master's dtype, and shadows of masters
             that the optimizer itself steps are cast again; updates take gradients as backward leaves them.
         clip: likewise. The host finds the norm of gradients that are published, and scales them; with others this costs
             next to nothing.
+        together: microbatches go side by side. Their gradients are added up on the device, in float32 at least, and
+            leave it like that.
     """
     rates = rates or calibration.rates
     published = optimizer in (Optimizer.NONE, Optimizer.PUBLISHED)
     return [
-        _cost(calibration, chunk, rates, microbatches, published=published, clip=clip) for chunk in calibration.chunks
+        _cost(calibration, chunk, rates, microbatches, published=published, clip=clip, together=together)
+        for chunk in calibration.chunks
     ]
 
 
 def planned_costs(calibration: Calibration, plan: StreamingPlan) -> list[ChunkCost]:
     """The simulator's costs of the chunks under a plan."""
-    return costs(calibration, plan.microbatches, optimizer=plan.updates, clip=plan.clip)
+    together = plan.order is Order.CHUNK
+    return costs(calibration, plan.backwards, optimizer=plan.updates, clip=plan.clip, together=together)
+
+
+def as_run(calibration: Calibration, plan: StreamingPlan, room: float | None = None) -> StreamingPlan:
+    """The plan as the engine carries it out: see `Updates`.
+
+    Updates run ahead of the norm of all gradients as far as there is room for copies, and sums of gradients of
+    half-precision masters on the host are published.
+
+    Args:
+        room: bytes of host memory for those copies, at the most; None for as many as the engine takes where it can.
+    """
+    trained = sum(chunk.trained for chunk in calibration.chunks)
+    overwritten = 3 * sum(chunk.trained * master_width(chunk) for chunk in calibration.chunks)  # with two moments
+    room = AHEAD_BYTES * trained if room is None else min(room, AHEAD_BYTES * trained)
+    half = all(master_width(chunk) < FULL for chunk in calibration.chunks)
+    kept_apart = plan.adds and half and plan.optimizer is not Optimizer.NONE
+    return replace(
+        plan,
+        ahead=min(1.0, room / overwritten) if plan.clip and overwritten else 0.0,
+        optimizer=Optimizer.PUBLISHED if kept_apart else plan.optimizer,
+    )
 
 
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:
@@ -84,13 +115,12 @@ def _held(chunks: Sequence[ChunkCost], plan: StreamingPlan) -> tuple[float, floa
 
     Between forward and backward, in the first visit of a backward, and the most in the others.
     """
-    together = plan.microbatches if plan.order is Order.CHUNK else 1
-    level = held = together * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
+    level = held = plan.together * sum(chunk.held_bytes(plan.checkpoint) for chunk in chunks) * plan.train
     visits = []
     for position, chunk in reversed(list(enumerate(chunks))):
         leaving = sum(later.left_bytes for later in chunks[position : position + GRADIENTS_IN_FLIGHT + 1])
         visits.append(level + chunk.made_bytes(plan.checkpoint) + leaving)
-        level -= together * chunk.held_bytes(plan.checkpoint)
+        level -= plan.together * chunk.held_bytes(plan.checkpoint)
     return held, visits[0], max(visits[1:], default=0.0)
 
 
@@ -111,20 +141,35 @@ def half_precision(calibration: Calibration) -> Calibration | None:
     return replace(calibration, chunks=tuple(halved))
 
 
+def master_width(chunk: ChunkMeasure) -> float:
+    """Bytes of a number in the master's dtype."""
+    return chunk.master_bytes / max(1, chunk.parameters)
+
+
 def _cost(
-    calibration: Calibration, chunk: ChunkMeasure, rates: Rates, microbatches: int, *, published: bool, clip: bool
+    calibration: Calibration,
+    chunk: ChunkMeasure,
+    rates: Rates,
+    microbatches: int,
+    *,
+    published: bool,
+    clip: bool,
+    together: bool,
 ) -> ChunkCost:
-    width = chunk.master_bytes / max(1, chunk.parameters)
+    width = master_width(chunk)
     state_bytes = 2 * chunk.trained * width  # of AdamW, in the master's dtype
     summed = chunk.trained * width  # several microbatches are added up in the master's dtype
-    gradient_bytes = summed if microbatches > 1 or published else chunk.gradient_bytes
     half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
+    wide = max(summed, FULL * chunk.trained) if several and together else summed
+    gradient_bytes = wide if several or published else chunk.gradient_bytes
+    rounded = summed if published and wide > summed else 0.0  # beside the sum itself
     shadow_bytes = chunk.weight_bytes if half else 0
     again_bytes = chunk.master_bytes if published and shadow_bytes else 0.0  # read once more
     again_bytes += 3 * gradient_bytes * (published and clip)  # read, read again, and written
     update_bytes = chunk.trained * (UPDATE_BYTES - 4) + gradient_bytes + shadow_bytes + again_bytes
     as_measured = update_bytes - again_bytes - gradient_bytes + chunk.gradient_bytes
     slower = calibration.update_factor * (update_bytes / as_measured if as_measured else 1.0)
+    update, saved_bytes = chunk.trained * rates.host_update * slower, summed + state_bytes
     device_bytes = UPDATE_BYTES / rates.device_update  # per second of its own memory, in its update
     return ChunkCost(
         forward=chunk.forward,
@@ -136,9 +181,11 @@ def _cost(
         cast=(chunk.master_bytes + chunk.weight_bytes) / device_bytes if half else 0.0,
         add=3 * summed / device_bytes,
         transfer=chunk.weight_bytes / rates.h2d,
-        gradient=gradient_bytes / rates.d2h,
+        gradient=(gradient_bytes + rounded) / rates.d2h,
         accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
-        update=chunk.trained * rates.host_update * slower,
+        recall=gradient_bytes / rates.h2d,
+        update=update,
+        save=update * 2 * saved_bytes / update_bytes if update_bytes else 0.0,
         recast=(chunk.master_bytes + chunk.weight_bytes) / rates.host_memory if half and not published else 0.0,
         device_update=chunk.trained * rates.device_update,
         state_in=(summed + state_bytes) / rates.h2d,
@@ -151,6 +198,7 @@ def _cost(
         passing_bytes=chunk.gradient_bytes * (half or several) + chunk.largest * width * (half and several),
         state_bytes=state_bytes,
         update_bytes=update_bytes,
+        saved_bytes=saved_bytes,
         kept_bytes=chunk.kept_bytes,
         boundary_bytes=chunk.boundary_bytes,
         recomputed_bytes=chunk.recomputed_bytes,

@@ -37,7 +37,8 @@ from ramtorch_core.prediction import (
     seconds_alone,
     step_cost,
 )
-from ramtorch_core.simulate import Choice, ChunkCost, Order, choose
+from ramtorch_core.pricing import as_run
+from ramtorch_core.simulate import Choice, Order, choose
 from ramtorch_core.simulate.choose import WINDOWS, pins
 from ramtorch_core.simulate.costs import resident_chunks
 from ramtorch_core.wishes import PLANNED, USABLE, Auto, Wish, bytes_of
@@ -60,7 +61,6 @@ class Tuner:
         rates: of the machine.
         base: what is not chosen: microbatches, their order, and where updates happen; asked when the time comes. None:
             as the steps that are measured show it.
-        steps_per_update: steps after which the optimizer updates once.
         changed: called after the streamer was rearranged.
         say: takes the one message, and whether it is a warning.
 
@@ -78,12 +78,11 @@ class Tuner:
         rates: Rates,
         *,
         base: Callable[[], StreamingPlan] | None = None,
-        steps_per_update: int = 1,
         changed: Callable[[], None] = lambda: None,
         say: Callable[[str, bool], None] = lambda message, warns: log.log(30 if warns else 20, message),
     ) -> None:
         self._streamer, self._wish, self._rates, self._base = streamer, wish, rates, base or self._as_it_runs
-        self._steps_per_update, self._changed, self._say = steps_per_update, changed, say
+        self._changed, self._say = changed, say
         self._steps = 0
         self.choice: Choice | None = None
         self.measured = self.simulated = 0.0
@@ -127,17 +126,16 @@ class Tuner:
             never = ", ".join(streamer.never_visited()[:5]) or "none streams"
             self._say(f"{self._keeps(before)}: not every chunk could be measured ({never})", True)
             return
-        plan = self._plan_of(before)
+        plan = self._as_updated(calibration, self._plan_of(before))
         try:
             fit = self._fitted(calibration, plan)
             choice = choose_for(
                 fit,
                 self._wish,
-                self._base(),
+                self._as_updated(calibration, self._base()),
                 streamer.device,
                 measured=plan,
                 step_bytes=_step_bytes(optimizers, streamer),
-                steps_per_update=self._steps_per_update,
             )
         except ConfigurationError as error:
             self._say(f"{self._keeps(before)}: {error}", True)
@@ -174,17 +172,20 @@ class Tuner:
         """The plan of the steps that were measured; what is resident did not stream, and counts as in no chunk."""
         return replace(self._base(), window=knobs.window, pin=0, checkpoint=knobs.activations is Activations.CHECKPOINT)
 
+    def _as_updated(self, calibration: Calibration, plan: StreamingPlan) -> StreamingPlan:
+        """The plan with updates as the last step made them: where that was scaled, none runs ahead."""
+        updates = self._streamer.updates
+        room = 0 if updates._room is None or updates._was_scaled else updates._room.nbytes
+        return as_run(calibration, plan, room)
+
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
-        measuring, count = self._measuring, self._steps_per_update
+        measuring = self._measuring
         passes = [lap.passes for lap in measuring.laps]  # fewer in the last step of an epoch
         whole = [each for each, found in zip(measuring.seconds, passes, strict=True) if found == max(passes)]
-        self.measured = min(whole) / count  # another one may have had a validation in it
-        updates = measuring.update_seconds() / count
-        spread = replace(calibration, update_factor=calibration.update_factor / count)  # as `_spread` does afterwards
-        self.simulated = seconds_alone(spread, plan)
-        found = fitted(spread, plan, self.measured, updates)
-        return replace(found, update_factor=found.update_factor * count)
+        self.measured = min(whole)  # another one may have had a validation in it
+        self.simulated = seconds_alone(calibration, plan)
+        return fitted(calibration, plan, self.measured, measuring.update_seconds())
 
     def _keeps(self, knobs: Knobs) -> str:
         return f"goes on with {_text(knobs, self._wish)}"
@@ -198,7 +199,6 @@ def choose_for(
     *,
     measured: StreamingPlan | None = None,
     step_bytes: float = 0.0,
-    steps_per_update: int = 1,
 ) -> Choice:
     """The fastest plan with what was wished for; resident chunks are counted among those that were calibrated.
 
@@ -211,24 +211,23 @@ def choose_for(
     Raises:
         ConfigurationError: nothing fits.
     """
-
-    def priced(found: Calibration, plan: StreamingPlan = base) -> list[ChunkCost]:
-        return [_spread(cost, steps_per_update) for cost in planned_costs(found, plan)]
-
-    found, half = priced(calibration), half_precision(calibration)
+    found, half = planned_costs(calibration, base), half_precision(calibration)
     usable = device.usable_bytes()
     given, free = wish.gpu_memory, None if usable is None else USABLE * usable
-    most = max(6, min(16, 512 // (len(found) * base.microbatches)))  # so that it takes seconds
+    most = max(6, min(16, 512 // (len(found) * base.backwards)))  # so that it takes seconds
+    whole = machine(calibration.rates, free if given is None else PLANNED * given)
     return choose(
         found,
-        machine(calibration.rates, free if given is None else PLANNED * given),
+        replace(whole, gpu_whole=given),
         base=base,
         beside=replace(step_cost(calibration, measured, train=base.train), step_bytes=step_bytes),
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
         resident=pins(len(found), most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
-        doubled=priced(calibration, replace(base, microbatches=2 * base.microbatches)),
-        variants={} if half is None else {"precision='bf16-mixed', by half the copies alone,": priced(half)},
+        doubled=planned_costs(calibration, replace(base, microbatches=2 * base.microbatches)),
+        variants={}
+        if half is None
+        else {"precision='bf16-mixed', by half the copies alone,": planned_costs(half, base)},
     )
 
 
@@ -309,13 +308,3 @@ def _step_bytes(optimizers: Iterable[Optimizer], streamer: Streamer) -> float:
         sizes = [parameter.nbytes for parameter in group["params"] if id(parameter) in weights]
         largest = max([largest, sum(sizes) if group.get("foreach") else 2 * max(sizes, default=0)])
     return float(largest)
-
-
-def _spread(cost: ChunkCost, steps: int) -> ChunkCost:
-    """The cost per step where an update comes after so many of them."""
-    return replace(
-        cost,
-        update=cost.update / steps,
-        device_update=cost.device_update / steps,
-        update_bytes=cost.update_bytes / steps,
-    )

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ramtorch_core import ConfigurationError
 from ramtorch_core.errors import RamtorchError
-from ramtorch_core.planning import Estimate, Subject, describe_machine, estimate, given, host_bytes
+from ramtorch_core.planning import Estimate, Subject, describe_machine, described, estimate, given, host_bytes, timed
 from ramtorch_core.prediction import Optimizer, Order, Rates, StreamingPlan, machine, predict, rates_of, recommend
 from ramtorch_core.wishes import PLANNED, bytes_of, usable_of
 from ramtorch_lightning.chunks import chunk_spec
@@ -59,8 +60,7 @@ def _machine(options: argparse.Namespace) -> tuple[Rates, str]:
 
 
 def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) -> Estimate:
-    precision = str(options.precision or chosen.precision)
-    precision = _SHORT.get(precision, precision)
+    precision = _precision(chosen, options)
     if precision not in (*_MIXED, *_TRUE):
         raise ConfigurationError(
             f"precision '{precision}' is not planned for; use one of {', '.join((*_MIXED, *_TRUE))}"
@@ -69,7 +69,8 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
 
     def build() -> Subject:
         module = chosen.build()
-        module = module if dtype is None else module.to(dtype)
+        if dtype is not None:
+            _cast(module, dtype)
         spec = chunk_spec(module, chosen.strategy.get("chunks"))
         example = getattr(module, "example_input_array", None)
         if options.tokens or example is None:
@@ -105,14 +106,22 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
     )
 
 
+def _precision(chosen: Configuration, options: argparse.Namespace) -> str:
+    precision = str(options.precision or chosen.precision)
+    return _SHORT.get(precision, precision)
+
+
 def _report(
     chosen: Configuration, found: Estimate, rates: Rates, source: str, options: argparse.Namespace
 ) -> tuple[list[str], bool]:
-    chunks, base = found.calibration.chunks, _base(chosen, options)
-    limit = usable_of(rates.device_bytes or 0)
+    chunks, base = found.calibration.chunks, described(found, _base(chosen, options), options.ram)
+    whole = float(rates.device_bytes or 0)
+    limit = usable_of(whole)
     if chosen.strategy.get("gpu_memory") is not None:
-        limit = min(limit, PLANNED * bytes_of(chosen.strategy["gpu_memory"]))
-    here = machine(rates, limit)
+        wished = bytes_of(chosen.strategy["gpu_memory"])
+        if PLANNED * wished < limit:
+            whole, limit = wished, PLANNED * wished
+    here = replace(machine(rates, limit), gpu_whole=whole)
     largest = max(chunks, key=lambda chunk: chunk.weight_bytes)
     lines = [
         f"model    {chosen.name}: {found.parameters:,} parameters, {found.trained:,} of them trained; "
@@ -131,8 +140,9 @@ def _report(
         prediction = predict(found.calibration, planned, here)
         fits = prediction.peak_bytes <= limit
         lines.append(
-            f"given    {', '.join(f'{name}={value}' for name, value in knobs.items())}: {prediction.seconds:.4g} s per "
-            f"step, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: {'fits' if fits else 'does not fit'}"
+            f"given    {', '.join(f'{name}={value}' for name, value in knobs.items())}: "
+            f"{timed(prediction.seconds, planned)}, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: "
+            f"{'fits' if fits else 'does not fit'}"
         )
         knobs = {}
     try:
@@ -148,25 +158,41 @@ def _report(
         return [*lines, f"GPU      does not fit: {error}"], False
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]
-    needed = host_bytes(found, planned or choice.plan)
+    needed, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * (base.ahead > 0)
     verdict = ""
     if options.ram is not None:
         verdict = f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
         fits &= needed <= options.ram
-    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients)")
+    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients{ahead})")
     return lines, fits
 
 
 def _base(chosen: Configuration, options: argparse.Namespace) -> StreamingPlan:
     """What is not chosen, as the Trainer would make it."""
-    together = int(chosen.strategy.get("n_microbatches", 1))
-    published = chosen.strategy.get("gradients") == "published"
+    microbatches = options.microbatches or chosen.microbatches
+    scales = _precision(chosen, options) == "16-mixed"
+    published = scales or (chosen.clips and chosen.by_value) or chosen.strategy.get("gradients") == "published"
     return StreamingPlan(
-        microbatches=options.microbatches or (together if together > 1 else chosen.accumulate),
-        order=Order.CHUNK if together > 1 else Order.MICROBATCH,
+        microbatches=microbatches,
+        batches=options.accumulate or chosen.accumulate,
+        order=Order.CHUNK if microbatches > 1 else Order.MICROBATCH,
         optimizer=Optimizer.PUBLISHED if published else Optimizer.OVERLAPPED,
         clip=chosen.clips,
     )
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)`, which exchanges tensors where they are: those without values may refuse that."""
+    made: dict[Tensor, Tensor] = {}
+    for each in module.modules():
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            if tensor not in made:
+                cast = tensor.detach().to(dtype)
+                trained = tensor.requires_grad
+                made[tensor] = nn.Parameter(cast, trained) if isinstance(tensor, nn.Parameter) else cast
+            setattr(each, name, made[tensor])
 
 
 def _resized(example: Any, batch: int | None, dtype: torch.dtype | None) -> Any:
@@ -220,7 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tflops", type=_rate, default=150.0, help="what the GPU sustains in this precision (150)")
     parser.add_argument("--batch", type=_count, help="samples per microbatch, instead of those of example_input_array")
     parser.add_argument("--tokens", type=_count, help="tokens per microbatch, where there is no example_input_array")
-    parser.add_argument("--microbatches", type=_count, help="accumulated per step, instead of the configuration's")
+    parser.add_argument("--microbatches", type=_count, help="of a batch, instead of the configuration's n_microbatches")
+    accumulate = "batches per step of the optimizer, instead of the configuration's accumulate_grad_batches"
+    parser.add_argument("--accumulate", type=_count, help=accumulate)
     parser.add_argument("--precision", help="of the Trainer, instead of the configuration's")
     return parser
 

@@ -23,16 +23,19 @@ class Configuration:
     Attributes:
         make: builds it.
         strategy: arguments of OffloadStrategy.
-        accumulate: batches per step.
-        clips: gradients are clipped.
+        microbatches: per batch, side by side.
+        accumulate: batches per step of the optimizer.
+        clips: gradients are clipped; `by_value`: not by norm.
     """
 
     name: str
     make: Callable[[], pl.LightningModule]
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "bf16-mixed"
+    microbatches: int = 1
     accumulate: int = 1
     clips: bool = False
+    by_value: bool = False
 
     def build(self) -> pl.LightningModule:
         """The model, with what `configure_model` adds."""
@@ -67,7 +70,7 @@ def from_config(path: str) -> Configuration:
     """A YAML file as LightningCLI writes it, with `model: {class_path: ..., init_args: ...}`.
 
     Raises:
-        ConfigurationError: the file names no model, or a strategy that is not planned here.
+        ConfigurationError: the file names no model, a strategy that is not planned here, or a number that is none.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"--config {path}: there is no such file")
@@ -93,9 +96,21 @@ def from_config(path: str) -> Configuration:
         lambda: _instantiate(model),
         strategy=given or {},
         precision=str(trainer.get("precision") or "32-true"),
-        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        microbatches=_count(given or {}, "n_microbatches"),
+        accumulate=_count(trainer, "accumulate_grad_batches"),
         clips=bool(trainer.get("gradient_clip_val")),
+        by_value=trainer.get("gradient_clip_algorithm") == "value",
     )
+
+
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    """A whole number, 1 if it is left out."""
+    value = settings.get(name)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name}={value!r}: it must be a whole number, 1 or more")
+    return value
 
 
 def _instantiate(value: Any) -> Any:

@@ -47,7 +47,6 @@ class BatchTuner:
             wish,
             rates_of(device),
             base=self._base,
-            steps_per_update=1 if microbatches == 1 else trainer.accumulate_grad_batches,
             changed=changed,
             say=_say,
         )
@@ -69,7 +68,8 @@ class BatchTuner:
         runs_on = Where.OVERLAPPED if self._streamer.updates.run_on else Where.JOINED
         together = self._microbatches > 1
         return StreamingPlan(
-            microbatches=self._microbatches if together else self._trainer.accumulate_grad_batches,
+            microbatches=self._microbatches,
+            batches=self._trainer.accumulate_grad_batches,
             order=Order.CHUNK if together else Order.MICROBATCH,
             optimizer=runs_on if self._path.overlaps else Where.PUBLISHED,
             recast=self._streamer.conservative,

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ramtorch_core import pricing
 from ramtorch_core.engine import inventory, measuring, stream, timed_passes, updates
-from ramtorch_core.engine.rates import Rates
+from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory import bounce, gradients, staging
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.gradients import Gradients
@@ -32,6 +32,8 @@ from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, Range, Ranges
 from ramtorch_core.memory.staging import Staging
 from ramtorch_core.memory.window import Window
+from ramtorch_core.optim import updater as updaters
+from ramtorch_core.optim.ahead import Undo
 from ramtorch_core.optim.updater import GroupUpdate, Updater
 
 BOUNCE_BYTES = 6144
@@ -222,6 +224,7 @@ class VirtualUpdater(Updater):
         super().backward_over()
 
     def release(self, scale: float = 1.0) -> None:
+        self.advance(self.device.now)
         super().release(scale)
         for waiting in self._queue:
             self._submitted[waiting] = self.device.now
@@ -252,7 +255,11 @@ class VirtualUpdater(Updater):
         del self._submitted[chosen]
         with _disable_current_modes():  # memory of the host is not counted
             self._take_on(chosen)
-        self.clock = self._ends[chosen.group] = self.device.now
+        self.clock = self.device.now
+        if chosen in self._queue:  # there was no room to run ahead
+            self._submitted[chosen] = self.clock
+        else:
+            self._ends[chosen.group] = self.clock
         self.device.now = before
         if self._error is not None:
             raise self._error
@@ -263,7 +270,7 @@ class VirtualUpdater(Updater):
         super().close()
 
     def _ready(self) -> list[GroupUpdate]:
-        return [each for each in self._queue if not each.held]
+        return [each for each in self._queue if not each.held or self._room is not None]
 
 
 class VirtualStaging(Staging):
@@ -298,6 +305,11 @@ class VirtualGradients(Gradients):
     def copied_bytes(self) -> int:
         """As the base class counts them."""
         return self._copied
+
+    def recall(self, group: Any, weight: Any) -> Tensor | None:
+        known, device = super().recall(group, weight), cast(Any, self.device)
+        device.work(0.0 if known is None else known.nbytes / device.rates.h2d)
+        return known
 
     @copied_bytes.setter
     def copied_bytes(self, value: int) -> None:
@@ -358,9 +370,16 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
         device.updater = VirtualUpdater(threads, ranges)
         return device.updater
 
+    def undo(chosen: Any, room: Any) -> Undo:
+        """Copies of masters and moments, as fast as an update reads and writes."""
+        numbers = sum(each.weight.parameter.numel() for each in chosen)
+        device.spend(numbers * device.rates.host_update * 2 * 12 / UPDATE_BYTES)
+        return Undo(chosen, room)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(updates, "Updater", updater)
+        patch.setattr(updaters, "Undo", undo)
         patch.setattr(staging, "Staging", VirtualStaging)
         patch.setattr(stream, "Gradients", VirtualGradients)
         patch.setattr(inventory, "Window", VirtualWindow)

@@ -175,6 +175,8 @@ class World:
             )
             streamer.conservative = False
             streamer.updates.run_on = plan.optimizer is Optimizer.OVERLAPPED
+            streamed = sum(2 * WIDTH * hidden for i, (hidden, _) in enumerate(self.chunks) if i not in resident)
+            streamer.updates.ahead_bytes = round(plan.ahead * 12 * streamed)  # of masters and moments
             loop = Loop(self, streamer, plan, x)
             loop.place(resident, moved=plan.updates is Optimizer.PUBLISHED)
             try:
@@ -191,7 +193,10 @@ class Loop:
         self.device: Any = streamer.device
         self.optimizer = torch.optim.AdamW(streamer.root.parameters(), fused=True)
         updates = streamer.updates
-        self.runner = MicrobatchRunner(streamer, lambda: updates.begin(self.optimizer, hold=plan.clip), updates.end)
+        self.last = True  # batch of a step, after which the optimizer steps
+        self.runner = MicrobatchRunner(
+            streamer, lambda: updates.begin(self.optimizer, hold=plan.clip) if self.last else None, updates.end
+        )
         self.seconds, self.peak, self.plain = 0.0, 0, False
 
     def place(self, resident: frozenset[int], *, moved: bool = False) -> None:
@@ -215,7 +220,13 @@ class Loop:
             self.seconds, self.peak = self.device.now - begun, self.device.peak_bytes()
             return
         if plan.order is Order.CHUNK:
-            self.runner.train(self.loss, [self.x] * plan.microbatches, lambda loss, _: (loss, None))
+            self.optimizer.zero_grad()
+            for batch in range(plan.batches):
+                self.last = batch == plan.batches - 1 and plan.optimizer is not Optimizer.PUBLISHED
+                inputs = [self.x] * plan.microbatches
+                result = self.runner.train(self.loss, inputs, lambda loss, _: (loss, None), accumulate=batch > 0)
+                for parameter, gradient in result.gradients.items():
+                    parameter.grad = gradient
         else:
             for m in range(plan.microbatches):
                 loss = self.loss(self.x)
@@ -231,7 +242,7 @@ class Loop:
         if plan.clip:
             self.device.synchronize()  # norms come from the device
             with _disable_current_modes():
-                streamer.updates.clip(streamer.root.parameters(), 1.0)
+                streamer.updates.clip(streamer.root.parameters(), 1e9)
         with _disable_current_modes() if published else contextlib.nullcontext():  # memory of the host is not counted
             self.optimizer.step()
         if published:

@@ -75,7 +75,7 @@ class Work:
 
     Attributes:
         order: names of resources, in the order in which charts show them; others come after.
-        until: task -> another one, after whose end it is not needed any more, and takes no time if it has not begun.
+        until: task -> another one, after whose end it is not needed any more, and takes no time if it begins later.
     """
 
     def __init__(self, capacities: Mapping[str, float] | None = None, free: Mapping[str, Key] | None = None) -> None:
@@ -197,7 +197,8 @@ class _Run:
                 while resource not in self.busy and (number := self._next(resource)) is not None:
                     self.start[number] = self.now
                     until = self.work.until.get(number)
-                    seconds = 0.0 if until is not None and self.ended[until] else self.work.tasks[number].seconds
+                    vain = until is not None and self.ended[until] and self.end[until] < self.now
+                    seconds = 0.0 if vain else self.work.tasks[number].seconds
                     if seconds == 0:
                         self._finish(number, again)
                     else:

@@ -1,7 +1,9 @@
 """`python -m ramtorch_lightning.plan`: what fits, without values and without a GPU."""
 
+import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,15 @@ class Late(Large):
 
     def configure_model(self) -> None:
         self.blocks.append(nn.Linear(16384, 16384, bias=False))
+
+
+class Tied(Large):
+    """One weight twice, and somebody who looks at it from outside."""
+
+    def __init__(self, width: int = 2048) -> None:
+        super().__init__(width, 3)
+        self.blocks[1].weight = self.blocks[0].weight
+        self.seen = weakref.ref(self.blocks[2].weight)
 
 
 class Reads(Large):
@@ -160,7 +171,7 @@ def test_a_configuration_gives_model_precision_accumulation_and_knobs(tmp_path: 
     code, text = plan("--config", file, *MACHINE, capsys=capsys)
     assert code == 0
     assert "given    window=3, pin=1, activations=keep" in text
-    assert "8 microbatches instead of 4" in text
+    assert "8 accumulated batches instead of 4" in text
     code, text = plan("--config", file, "--gpu", "500MB", capsys=capsys)
     assert code == 1
     assert "GPU: does not fit" in text
@@ -204,16 +215,51 @@ def test_what_the_trainer_and_the_strategy_are_told_is_planned_for(
     asked = planned_of(monkeypatch)
     plan("--config", write(tmp_path, offload("n_microbatches: 3, gradients: published")), *MACHINE, capsys=capsys)
     _, base, _ = asked.pop()
-    assert (base.microbatches, base.order, base.optimizer, base.clip) == (3, Order.CHUNK, Optimizer.PUBLISHED, False)
+    assert (base.microbatches, base.batches, base.order) == (3, 4, Order.CHUNK)
+    assert (base.optimizer, base.clip) == (Optimizer.PUBLISHED, False)
     clips = "\n  gradient_clip_val: 1.0"
     plan("--config", write(tmp_path, offload("window: 2"), trainer=clips), *MACHINE, capsys=capsys)
     _, base, _ = asked.pop()
-    assert (base.microbatches, base.order, base.optimizer, base.clip) == (
-        4,
-        Order.MICROBATCH,
-        Optimizer.OVERLAPPED,
-        True,
-    )
+    assert (base.microbatches, base.batches, base.order) == (1, 4, Order.MICROBATCH)
+    assert (base.optimizer, base.clip) == (Optimizer.OVERLAPPED, True)
+    value = clips + "\n  gradient_clip_algorithm: value"
+    plan("--config", write(tmp_path, offload("window: 2"), trainer=value), *MACHINE, capsys=capsys)
+    assert asked.pop()[1].optimizer is Optimizer.PUBLISHED
+    plan("--config", write(tmp_path, offload("window: 2")), *MACHINE, "--precision", "16", capsys=capsys)
+    assert asked.pop()[1].optimizer is Optimizer.PUBLISHED  # a scaler looks at gradients
+
+
+def test_an_update_comes_after_several_batches_of_microbatches(tmp_path: Path, capsys: Any) -> None:
+    def seconds(*flags: str) -> tuple[float, float]:
+        file = write(tmp_path, offload("window: 2, pin: 0, activations: checkpoint, n_microbatches: 2"))
+        _, text = plan("--config", file, *MACHINE, *flags, capsys=capsys)
+        (line,) = [line for line in text.splitlines() if line.startswith("given")]
+        found = re.search(r": ([\d.e+-]+) s per batch in the mean, ([\d.e+-]+) s per step .* \((\d) batches\)", line)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(float(found[2]) / int(found[3]), rel=1e-3)
+        return float(found[1]), float(found[2])
+
+    batch, step = seconds()  # of 4 batches
+    least = 6 * 8192**2 * 28 / 60e9  # what the host's memory moves in one update
+    assert step > least > batch
+    assert seconds("--accumulate", "2")[0] > batch  # the same update after half of them
+
+
+def test_updates_run_ahead_of_the_norm_as_far_as_the_rest_of_the_host_allows(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = planned_of(monkeypatch)
+    clips = "\n  gradient_clip_val: 1.0"
+    file = write(tmp_path, offload("window: 2, n_microbatches: 2"), trainer=clips)
+    parts = []
+    for ram in ("1TB", "10GB", "8GB", "1GB"):
+        plan("--config", file, *MACHINE[:2], "--ram", ram, capsys=capsys)
+        parts.append(asked.pop()[1].ahead)
+    parameters = 6 * 8192**2
+    needed = parameters * (4 + 8 + 2 + 4 + 4)  # masters, moments, shadows, sums, and those on their way to updates
+    assert parts[0] == pytest.approx(3 / 12)
+    assert parts[1] == pytest.approx((10e9 - needed) / 4 / (12 * parameters), rel=1e-3)
+    assert parts[2:] == [0.0, 0.0]
 
 
 def test_a_part_of_the_gpu_is_left_to_cuda_and_the_allocator(
@@ -305,7 +351,10 @@ def test_weights_and_moments_take_what_the_precision_says(
     Path(file).write_text(Path(file).read_text().replace("8192", "16384").replace("batches: 4", "batches: 1"))
     _, text = plan("--config", file, *MACHINE, "--precision", precision, capsys=capsys)
     assert f"with {slot} MB" in text
-    gigabytes = 6 * 16384**2 * bytes_per_parameter / 1e9 + 4 * float(slot.replace(",", "")) / 1e3
+    gradients = 4 * float(slot.replace(",", "")) / 1e3
+    if precision == "16":  # those that are scaled are published, all of them in float32
+        gradients = 6 * 16384**2 * 4 / 1e9
+    gigabytes = 6 * 16384**2 * bytes_per_parameter / 1e9 + gradients
     assert f"RAM      {gigabytes:.1f} GB" in text
 
 
@@ -327,6 +376,13 @@ def test_sizes_need_units(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["x:Y", "--gpu", "24"])
     assert "as in '24GB'" in capsys.readouterr().err
+
+
+def test_weights_are_cast_once_whoever_looks_at_them(capsys: Any) -> None:
+    code, text = plan(here("Tied"), *MACHINE, "--precision", "bf16-true", capsys=capsys)
+    assert code == 0
+    assert f"{2 * 2048**2:,} parameters" in text
+    assert "with 8.4 MB" in text
 
 
 def test_the_command_runs() -> None:

@@ -128,7 +128,7 @@ def test_fits_with_other_settings_equal_the_plain_ones(
     every = options.get("accumulate_grad_batches", 1)
     assert changed[0] == (WARM_UP + TIMED) * every  # a multiple: gradients that add up stay where they are
     (base,) = bases
-    assert (base.microbatches, base.clip) == (every, "gradient_clip_val" in options)
+    assert (base.microbatches, base.batches, base.clip) == (1, every, "gradient_clip_val" in options)
     assert_same(found.record["weights"], plain.record["weights"])
 
 
