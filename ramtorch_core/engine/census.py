@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -127,7 +128,8 @@ def take_census(
             if result[index].resident:
                 continue
         before_forward = index is not None and any(
-            module is result[index].module and module._forward_pre_hooks for module, _ in entry.sites
+            module is result[index].module and any(map(_may_read, module._forward_pre_hooks.values()))
+            for module, _ in entry.sites
         )
         reason = _reason_for_copy(entry, index, outer, resident_below, also_copies)
         if reason is None and before_forward:
@@ -148,6 +150,12 @@ def take_census(
         elif not each.resident:
             each.reason = "has no tensor that streams"
     return Census(result, copies, reasons)
+
+
+def _may_read(hook: Callable[..., object]) -> bool:
+    """Whether a hook may read weights. Those with which Lightning's profilers name modules in traces do not."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return ".profilers." not in str(getattr(function, "__module__", ""))
 
 
 def chunk_rows(census: Census) -> list[ChunkRow]:
