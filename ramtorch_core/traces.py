@@ -8,8 +8,10 @@ from os import PathLike
 from pathlib import Path
 
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import profiler as running
 from torch.profiler import profile, supported_activities
 
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.memory.ranges import (
     FOR_GRADIENTS,
     FOR_STAGE,
@@ -32,6 +34,7 @@ __all__ = [
     "Mark",
     "Range",
     "Ranges",
+    "check_path",
     "trace",
 ]
 
@@ -49,13 +52,29 @@ def trace(path: str | PathLike[str] | None) -> Iterator[None]:
     a step.
 
     Raises:
-        RuntimeError: another profiler runs.
+        ConfigurationError: a path that cannot be that of a file.
+        OSError: its folder cannot be made.
+        RuntimeError: another profiler runs, which torch would end.
     """
     if path is None:
         yield
         return
+    file = check_path(path)
+    if running._is_profiler_enabled:
+        raise RuntimeError(f"another profiler runs, and torch has one at a time: end it before {file} is recorded")
+    file.parent.mkdir(parents=True, exist_ok=True)
     every_thread = _ExperimentalConfig(profile_all_threads=True)  # updates and the stages of pipelines have their own
     with profile(activities=supported_activities(), experimental_config=every_thread) as profiler:
         yield
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(str(file))
+
+
+def check_path(path: object) -> Path:
+    """The path of a file that can be written, as far as that can be told.
+
+    Raises:
+        ConfigurationError: it is none, or that of a folder.
+    """
+    if not isinstance(path, str | PathLike) or Path(path).is_dir():
+        raise ConfigurationError(f"path={shown(path)}: the path of a file is needed")
+    return Path(path)

@@ -136,8 +136,8 @@ class _Monitor(pl.Callback):
         figures = self._figures(trainer) | {"seconds_per_batch": self._seconds / self._batches}
         if self._samples:
             figures["samples_per_second"] = self._samples / self._seconds
-        if self._tokens_seen:
-            figures["tokens_per_second"] = self._tokens_seen / self._seconds
+        if self._tokens is not None:
+            figures["tokens_per_second"] = float(self._tokens_seen) / self._seconds
         host = resident_bytes()
         if host is not None:
             figures["host_gb"] = host / 1e9
@@ -195,7 +195,7 @@ class OffloadMonitor(_Monitor):
         every_n_steps: how often; by default the Trainer's `log_every_n_steps`, where 0 keeps figures from loggers.
             Batches that accumulate gradients are parts of one step.
         progress_bar: also show them there.
-        tokens: how many tokens a batch has.
+        tokens: how many tokens a batch has; a tensor on the device is waited for when figures are shown.
 
     Raises:
         ConfigurationError: at the start of training, with another strategy.
@@ -278,7 +278,7 @@ class PipelineMonitor(_Monitor):
         every_n_steps: how often; by default the Trainer's `log_every_n_steps`, where 0 keeps figures from loggers.
             Batches that accumulate gradients are parts of one step.
         progress_bar: also show them there.
-        tokens: how many tokens a batch has.
+        tokens: how many tokens a batch has; a tensor on the device is waited for when figures are shown.
 
     Raises:
         ConfigurationError: at the start of training, with another strategy.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from ramtorch_core import ConfigurationError
 from ramtorch_core.errors import check_count, shown
-from ramtorch_core.traces import trace
+from ramtorch_core.traces import check_path, trace
 from ramtorch_lightning._lightning import pl, rank_zero_warn
 from ramtorch_lightning.offload import OffloadStrategy
 
@@ -32,19 +31,22 @@ class TraceCallback(pl.Callback):
 
     Raises:
         ConfigurationError: steps that are no list of whole numbers from 0, none, or some with gaps; a path that cannot
-            be a file.
+            be a file; at the start of training, a Trainer with torch's profiler.
     """
 
     def __init__(self, path: str | PathLike[str], steps: Sequence[int] = (4, 5)) -> None:
-        given: object = path
-        if not isinstance(given, str | PathLike) or Path(given).is_dir():
-            raise ConfigurationError(f"path={shown(path)}: the path of a file is needed")
-        self._path, self._steps = path, _steps(steps)
+        self._path, self._steps = check_path(path), _steps(steps)
         self._seen = 0
         self._under_way: contextlib.AbstractContextManager[None] | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        if isinstance(profiler, pl.profilers.PyTorchProfiler):
+            raise ConfigurationError(
+                "TraceCallback and Trainer(profiler='pytorch') are both torch's profiler, which runs once at a time: "
+                "leave one out"
+            )
         self._seen = 0
 
     @override

@@ -7,9 +7,10 @@ import pytest
 import torch
 from stream_cases import Block, data, stack, streaming
 from torch import nn
+from torch.profiler import profile
 from trace_cases import ops_in, ranges_in
 
-from ramtorch_core import OffloadModel, Pipeline
+from ramtorch_core import ConfigurationError, OffloadModel, Pipeline
 from ramtorch_core.engine.pipeline.crew import Crew
 from ramtorch_core.optim.updater import Updater
 from ramtorch_core.plan.itinerary import format_itinerary, straight_itinerary
@@ -90,3 +91,23 @@ def test_ops_of_a_traced_pipeline_step_are_the_schedule(name: str, tmp_path: Pat
     found = ops_in(path)
     for device, lane in enumerate(schedule.lanes):
         assert [op for op in found if op.startswith(str(device))] == [str(op) for op in lane]
+
+
+def test_a_second_profiler_is_refused_and_the_first_goes_on() -> None:
+    """Torch would end it without a word, and might crash later."""
+    with profile() as profiler:
+        torch.ones(1)
+        with pytest.raises(RuntimeError, match=r"another profiler runs.* before trace.json"), trace("trace.json"):
+            raise AssertionError("entered")
+        torch.zeros(1)
+    names = {event.name for event in profiler.events()}
+    assert {"aten::ones", "aten::zeros"} <= names
+
+
+@pytest.mark.parametrize("path", ["", 5])
+def test_what_is_no_path_of_a_file_is_refused_before_the_step(path: Any) -> None:
+    with OffloadModel([Block(), Block()], device="cpu") as model:
+        with pytest.raises(ConfigurationError, match="path="):
+            model.step(data(), loss_fn=lambda output: output.mean(), profile_path=path)
+        model.flush_grads()
+        assert all(parameter.grad is None for parameter in model.parameters())

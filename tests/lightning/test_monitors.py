@@ -78,6 +78,14 @@ def test_the_monitor_logs_its_figures_and_changes_nothing(gradients: Any) -> Non
     assert "offload/stall_percent" in watched.trainer.progress_bar_metrics
 
 
+def test_tokens_may_be_counted_on_the_device() -> None:
+    tokens = lambda batch: torch.tensor(5)
+    run = fit(Classifier, Kept(), callbacks=lambda: [OffloadMonitor(every_n_steps=2, tokens=tokens)])
+    for row in rows_of(run, "offload"):
+        assert type(row["tokens_per_second"]) is float
+        assert row["tokens_per_second"] == pytest.approx(5 / row["seconds_per_batch"])
+
+
 def test_the_monitor_counts_every_byte_once() -> None:
     run = fit(Classifier, Kept(), callbacks=lambda: [OffloadMonitor(every_n_steps=1)], validation=lambda: None)
     rows = rows_of(run, "offload")
@@ -368,6 +376,20 @@ def test_steps_that_cannot_be_traced_are_refused(steps: Any, message: str) -> No
 def test_what_is_no_path_of_a_file_is_refused_before_training(path: Any) -> None:
     with pytest.raises(ConfigurationError, match="path="):
         TraceCallback(path)
+
+
+def test_torchs_profiler_of_the_trainer_leaves_chunks_streaming(tmp_path: Path) -> None:
+    """It hooks into every module, to name it."""
+    strategy = Kept()
+    fit(Classifier, strategy, profiler=pl.profilers.PyTorchProfiler(dirpath=tmp_path), max_epochs=1)
+    assert len(strategy.streamed) == len(strategy.tables[-1]) > 0
+
+
+def test_a_trace_beside_torchs_profiler_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    profiler = pl.profilers.PyTorchProfiler(dirpath=tmp_path)
+    with pytest.raises(ConfigurationError, match="leave one out"):
+        fit(Classifier, Kept(), callbacks=lambda: [TraceCallback(tmp_path / "trace.json")], profiler=profiler)
+    profiler.teardown("fit")  # Lightning lets it run on after an error
 
 
 def test_a_failing_training_step_ends_the_trace(tmp_path: Path) -> None:
