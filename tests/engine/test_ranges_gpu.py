@@ -90,6 +90,9 @@ def on_device(path: Path, cat: str, name: str = "") -> list[dict[str, Any]]:
 def test_a_wait_of_the_device_is_shown_until_what_it_waits_for_is_there(tmp_path: Path) -> None:
     path, device = tmp_path / "trace.json", Device("cuda")
     stream, work = device.stream(), torch.ones(1 << 20, device="cuda")
+    work.add_(1).mul_(2)  # the first launch of a kernel loads it, and waits for those that run
+    device.touch()
+    device.synchronize()
     with trace(path):
         with device.on(stream):
             torch.cuda._sleep(CYCLES)
