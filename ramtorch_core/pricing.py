@@ -185,7 +185,7 @@ def _cost(
         accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
         recall=gradient_bytes / rates.h2d,
         update=update,
-        save=update * 2 * saved_bytes / update_bytes if update_bytes else 0.0,
+        save=update * saved_bytes / update_bytes if update_bytes else 0.0,
         recast=(chunk.master_bytes + chunk.weight_bytes) / rates.host_memory if half and not published else 0.0,
         device_update=chunk.trained * rates.device_update,
         state_in=(summed + state_bytes) / rates.h2d,

@@ -32,8 +32,6 @@ from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind, Range, Ranges
 from ramtorch_core.memory.staging import Staging
 from ramtorch_core.memory.window import Window
-from ramtorch_core.optim import updater as updaters
-from ramtorch_core.optim.ahead import Undo
 from ramtorch_core.optim.updater import GroupUpdate, Updater
 
 BOUNCE_BYTES = 6144
@@ -192,7 +190,9 @@ class _Worked:
         elif self._kind is Kind.GRADIENT:
             device.work(device.copied - self._before)
         else:
-            device.spend(ranges.updates.get(self._what, 0.0))
+            running = device.updater._running
+            copied = 12 * (running is not None and running.undo is not None)  # bytes of a master and its moments
+            device.spend(ranges.updates.get(self._what, 0.0) * (1 + copied / UPDATE_BYTES))
         if self._inner is not None:
             self._inner.finish()
 
@@ -370,16 +370,9 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
         device.updater = VirtualUpdater(threads, ranges)
         return device.updater
 
-    def undo(chosen: Any, room: Any) -> Undo:
-        """Copies of masters and moments, as fast as an update reads and writes."""
-        numbers = sum(each.weight.parameter.numel() for each in chosen)
-        device.spend(numbers * device.rates.host_update * 2 * 12 / UPDATE_BYTES)
-        return Undo(chosen, room)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(updates, "Updater", updater)
-        patch.setattr(updaters, "Undo", undo)
         patch.setattr(staging, "Staging", VirtualStaging)
         patch.setattr(stream, "Gradients", VirtualGradients)
         patch.setattr(inventory, "Window", VirtualWindow)

@@ -20,7 +20,6 @@ COLOURS = {
     Kind.GRADIENT: "#CC79A7",
     Kind.STATE: "#F0E442",
     Kind.UPDATE: "#D55E00",
-    Kind.SAVE: "#000000",
     Kind.SEND: "#999999",
     Kind.ISSUE: "#DDDDDD",
 }
@@ -34,11 +33,10 @@ NAMES = {
     Kind.GRADIENT: "g, gradient to the host",
     Kind.STATE: "s, optimizer state",
     Kind.UPDATE: "u, optimizer update",
-    Kind.SAVE: "k, copy that can undo an update",
     Kind.SEND: "send to another GPU",
     Kind.ISSUE: "i, the host is busy",
 }
-DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE, Kind.SAVE})
+DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE})
 MARKS = {Cause.STALL: "~", Cause.BUBBLE: "."}
 
 

@@ -18,7 +18,7 @@ TIMES = {
     "th2d": ("transfer", "copy of a chunk's weights into a slot"),
     "td2h": ("gradient", "copy of its gradient to the host"),
     "tupdate": ("update", "its optimizer update on the host"),
-    "tsave": ("save", "copy of what that overwrites, where it runs ahead of the norm of all gradients"),
+    "tsave": ("save", "what that takes longer where it runs ahead of the norm, and copies what it overwrites"),
 }
 MAX_CHUNKS = 20_000
 DEFAULTS = {"tf": 1.0, "tb": 2.0}

@@ -29,7 +29,6 @@ class Kind(Enum):
     GRADIENT = "g"
     STATE = "s"
     UPDATE = "u"
-    SAVE = "k"
     SEND = ">"
     ISSUE = "i"
     JOIN = "."
@@ -75,14 +74,15 @@ class Work:
 
     Attributes:
         order: names of resources, in the order in which charts show them; others come after.
-        until: task -> another one, after whose end it is not needed any more, and takes no time if it begins later.
+        until: task -> two others. After the end of the first it is not needed any more: if its turn comes later, it
+            waits for the second, and takes no time.
     """
 
     def __init__(self, capacities: Mapping[str, float] | None = None, free: Mapping[str, Key] | None = None) -> None:
         self.capacities, self.free = dict(capacities or {}), dict(free or {})
         self.tasks: list[Task] = []
         self.order: list[str] = []
-        self.until: dict[int, int] = {}
+        self.until: dict[int, tuple[int, int]] = {}
 
     def add(
         self,
@@ -195,16 +195,30 @@ class _Run:
             again: set[str] = set()
             for resource in sorted(touched):
                 while resource not in self.busy and (number := self._next(resource)) is not None:
+                    needless = self._is_needless(number)
+                    if needless and self._put_off(number):
+                        continue
                     self.start[number] = self.now
-                    until = self.work.until.get(number)
-                    vain = until is not None and self.ended[until] and self.end[until] < self.now
-                    seconds = 0.0 if vain else self.work.tasks[number].seconds
+                    seconds = 0.0 if needless else self.work.tasks[number].seconds
                     if seconds == 0:
                         self._finish(number, again)
                     else:
                         self.busy.add(resource)
                         self.active[number] = [seconds, self.now, 1.0, self.now + seconds]
             touched = again
+
+    def _is_needless(self, number: int) -> bool:
+        over = self.work.until.get(number, (None,))[0]
+        return over is not None and self.ended[over] and self.end[over] < self.now
+
+    def _put_off(self, number: int) -> bool:
+        """Let a needless task come again when what it waits for has ended; False if that is so."""
+        _, until = self.work.until[number]
+        if self.ended[until]:
+            return False
+        self.missing[number] = 1
+        self.followers[until].append(number)
+        return True
 
     def _next(self, resource: str) -> int | None:
         pool = self.pools.get(resource)

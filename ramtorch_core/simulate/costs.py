@@ -32,7 +32,7 @@ class ChunkCost:
             it comes in piece by piece while it leaves.
         recall: seconds to bring the sum on the host back to the device, to be added to there.
         update: seconds of the optimizer on the host.
-        save: seconds of the host to copy what that overwrites, where it runs ahead of the norm of all gradients.
+        save: seconds that this takes longer ahead of the norm of all gradients, to copy what it overwrites.
         recast: seconds of the host to cast its master to what crosses the bus.
         device_update: seconds of the optimizer on the GPU.
         state_in, state_out: seconds to bring optimizer state to the GPU and back, for an update there.
@@ -44,7 +44,7 @@ class ChunkCost:
         passing_bytes: of a gradient that is on its way there: in the dtype in which it was computed, or to be added.
         state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
         update_bytes: traffic of host memory that an update on the host causes.
-        saved_bytes: what it overwrites; a copy is twice this traffic.
+        saved_bytes: what it overwrites, and copies where it runs ahead; it is read in any case.
         kept_bytes: activations of one microbatch that backward needs.
         boundary_bytes: activations of one microbatch that stay where the chunk is checkpointed: its inputs.
         recomputed_bytes: those that a recompute makes besides; None for all that is kept.
@@ -258,7 +258,7 @@ def chunk_cost(
         gradient=seconds(parameters * recipe.gradient, machine.d2h),
         recall=seconds(parameters * recipe.gradient, machine.h2d),
         update=parameters * update,
-        save=parameters * update * (2 * saved / recipe.update if recipe.update else 0.0),
+        save=parameters * update * (saved / recipe.update if recipe.update else 0.0),
         device_update=parameters * (machine.gpu_update or 0.0),
         state_in=seconds(parameters * (recipe.master + recipe.state), machine.h2d),
         state_out=seconds(parameters * (recipe.master + recipe.state + recipe.weight), machine.d2h),

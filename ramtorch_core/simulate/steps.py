@@ -45,6 +45,7 @@ class Steps:
         self._begun: set[int] = set()  # updates that follow such a copy
         self._runs_ahead = self._first_updates()
         self._left: dict[int, int] = {}  # resident chunk -> the visit that made its gradient
+        self._over: int | None = None  # when a backward is over for the host
         self._since: int | None = None  # when the host went on
 
     @property
@@ -76,8 +77,10 @@ class Steps:
         for m in range(0, plan.backwards, plan.together):
             self._pass(range(m, m + plan.together))
         self.first.append(self._forwards[0, 0])
-        over = self._last[self._number] = self._latest if self._since is None else self._since
-        self.work.until |= dict.fromkeys(self._saves, over)
+        known = self._latest if self._since is None else self._since  # the norm
+        lowest_fits = len(self._saves) == len(self._arrived)  # it comes first when the backward is over
+        over = self._last[self._number] = known if self._over is None or lowest_fits else self._over
+        self.work.until |= dict.fromkeys(self._saves, (over, known))
         if plan.train and plan.optimizer is not Optimizer.NONE:
             self._optimize()
 
@@ -99,8 +102,9 @@ class Steps:
             self._backward(chunk, m)
         if plan.train and self._where is not Optimizer.GPU:
             self.lane.all_sent(self._latest)
-            end = self._latest if self._beside.awaited or plan.clip else None
-            self._since = self.work.join([end, self.lane.issued, *self._arrived.values()])
+            end = self._latest if self._beside.awaited else None
+            self._over = self.work.join([end, self.lane.issued, *self._arrived.values()])
+            self._since = self.work.join([self._latest, self._over]) if plan.clip else self._over
 
     def _forward(self, chunk: int, m: int) -> None:
         cost, label = self.chunks[chunk], self._label("F", chunk, m)
@@ -224,10 +228,10 @@ class Steps:
         return frozenset(chunk for chunk, size in zip(order, itertools.accumulate(sizes), strict=True) if size <= room)
 
     def _update_ahead(self, chunk: int, arrived: int) -> None:
-        """The same ahead of the norm, after a copy, unless that is known when its turn comes."""
+        """The same ahead of the norm; it begins with what copies take, unless that is known when its turn comes."""
         cost = self.chunks[chunk]
-        uses = traffic(2 * cost.saved_bytes, cost.save, HOST_MEMORY)
-        save = self.work.add(HOST, f"k{chunk}", Kind.SAVE, cost.save, [arrived], uses)
+        uses = traffic(cost.saved_bytes, cost.save, HOST_MEMORY)
+        save = self.work.add(HOST, f"k{chunk}", Kind.UPDATE, cost.save, [arrived], uses)
         self._update[save] = (self._number, chunk)
         self._saves.append(save)
         self._begun.add(self._update_on_host(chunk, save))

@@ -117,7 +117,6 @@ REASONS = {
     Kind.GRADIENT: "for gradients to leave",
     Kind.STATE: "for optimizer state",
     Kind.UPDATE: "for an update",
-    Kind.SAVE: "for an update",
     Kind.SEND: "for another stage",
     Kind.ISSUE: "for the host to issue it",
 }

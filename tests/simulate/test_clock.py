@@ -59,6 +59,18 @@ def test_a_key_may_depend_on_what_has_ended() -> None:
     assert work.run().start == (0.0, 0.0, 1.0, 3.0, 2.0)
 
 
+def test_a_task_that_is_not_needed_any_more_waits_and_takes_no_time() -> None:
+    work = Work(free={"pool": lambda task, arrival, ended: (arrival,)})
+    first = work.add("pool", "first", U, 5.0)
+    vain = work.add("pool", "vain", U, 7.0)
+    last = work.add("pool", "last", U, 1.0)
+    over, until = work.add("other", "over", F, 4.0), work.add("another", "until", F, 9.0)
+    follows = work.add("pool", "follows", U, 2.0, [vain])
+    work.until[first] = work.until[vain] = (over, until)
+    times = work.run()
+    assert [(times.start[n], times.end[n]) for n in (first, last, vain, follows)] == [(0, 5), (5, 6), (9, 9), (9, 11)]
+
+
 def test_tasks_that_want_more_than_a_capacity_slow_down_in_proportion() -> None:
     work = Work({"memory": 10.0})
     work.add("copy", "t", Kind.TRANSFER, 1.0, uses={"memory": 8.0})

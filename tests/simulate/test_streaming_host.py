@@ -11,6 +11,7 @@ from ramtorch_core.simulate import (
     Optimizer,
     Order,
     Recipe,
+    StepCost,
     StreamingPlan,
     StreamingResult,
     chunk_cost,
@@ -77,6 +78,15 @@ def test_updates_run_ahead_of_the_norm_from_copies_as_long_as_there_is_room(ahea
     assert result.seconds == max(expected.values()) + 4
 
 
+def test_what_has_not_begun_to_run_ahead_when_all_gradients_are_there_waits_for_the_norm() -> None:
+    chunk = ChunkCost(forward=1, backward=2, gradient=1, update=4, save=1)
+    plan = StreamingPlan(window=3, pin=(0,), checkpoint=False, optimizer=Optimizer.OVERLAPPED, clip=True, ahead=0.7)
+    chunks = [replace(chunk, backward=20), chunk, chunk, chunk]
+    result = simulate_streaming(chunks, plan, beside=StepCost(awaited=False), steps=1)
+    # Gradients arrive at 7, 9 and 11, and the resident chunk's backward ends at 30. The lowest finds no room.
+    assert starts(result, "host") == {"k3": 7, "u3": 8, "u1": 30, "u2": 34}
+
+
 def test_larger_chunks_take_more_of_the_room_for_copies_and_the_first_without_room_ends_it() -> None:
     chunk = ChunkCost(forward=1, backward=1, gradient=1, update=1, save=1)
     chunks = [replace(chunk, saved_bytes=size) for size in (1, 1, 5, 3)]
@@ -90,12 +100,12 @@ def test_larger_chunks_take_more_of_the_room_for_copies_and_the_first_without_ro
     ]
 
 
-def test_copies_for_updates_that_run_ahead_read_and_write_the_hosts_memory() -> None:
+def test_copies_for_updates_that_run_ahead_write_to_the_hosts_memory() -> None:
     chunk = ChunkCost(forward=1, backward=1, update=1, save=1, saved_bytes=12)
     plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=True, ahead=1.0)
-    result = simulate_streaming([chunk] * 2, plan, Machine(host_memory=12), steps=1)
+    result = simulate_streaming([chunk] * 2, plan, Machine(host_memory=6), steps=1)
     (copy,) = (span for span in result.timeline.spans if span.label == "k1")
-    assert copy.end - copy.start == 2 * 12 / 12
+    assert copy.end - copy.start == 12 / 6
 
 
 def test_an_update_comes_after_the_last_of_several_batches_to_which_the_sum_comes_back() -> None:
