@@ -274,16 +274,10 @@ def predict_pipeline(
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
     issue = calibration.issue
-    found = [
-        replace(cost, issue_forward=each.forward, issue_recompute=each.forward, issue_backward=each.backward)
-        for cost, each in zip(
-            costs(calibration, schedule.microbatches), (chunk.launches for chunk in calibration.chunks), strict=True
-        )
-    ]
-    last = found[-1]
-    last = replace(last, backward=last.backward + calibration.outside, issue_backward=last.issue_backward + issue.loss)
-    found[-1] = last
-    found[0] = replace(found[0], issue_forward=found[0].issue_forward + issue.begin)
+    found = costs(calibration, schedule.microbatches)
+    last = replace(found[-1], backward=found[-1].backward + calibration.outside)
+    found[-1] = _issued_longer(last, backward=issue.loss)
+    found[0] = _issued_longer(found[0], forward=issue.begin)
     cuts = [0, *first_chunks, len(found)]
     if cuts != sorted(set(cuts)):
         raise ConfigurationError(
@@ -291,6 +285,17 @@ def predict_pipeline(
         )
     stages = [found[start:end] for start, end in itertools.pairwise(cuts)]
     return simulate_pipeline(schedule, stages, plan or PipelinePlan(), machine(calibration.rates))
+
+
+def _issued_longer(cost: ChunkCost, *, forward: float = 0.0, backward: float = 0.0) -> ChunkCost:
+    launches = None if cost.launch_forward is None else cost.launch_forward + forward
+    return replace(
+        cost,
+        issue_forward=cost.issue_forward + forward,
+        issue_backward=cost.issue_backward + backward,
+        launch_forward=launches,
+        launch_backward=None if cost.launch_backward is None else cost.launch_backward + backward,
+    )
 
 
 def mean_loss(output: Any) -> Tensor:

@@ -39,7 +39,7 @@ class ChunkMeasure:
         boundary_bytes: activations that stay when the chunk is checkpointed: its inputs. Those of the first chunk are
             there before.
         recomputed_bytes: activations that a recompute makes besides.
-        launches: seconds of the host, where weights stay on the device.
+        launches: seconds of the host where weights stay on the device; None if they are not known.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ChunkMeasure:
     kept_bytes: int
     boundary_bytes: int
     recomputed_bytes: int
-    launches: Launches = field(default_factory=Launches)
+    launches: Launches | None = None
 
 
 @dataclass(frozen=True, slots=True)

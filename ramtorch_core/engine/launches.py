@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,27 +27,28 @@ class Launches:
     backward: float = 0.0
 
 
-def time_launches(run: Run) -> list[Launches]:
+def time_launches(run: Run) -> list[Launches | None]:
     """Of each group, the least of some forwards, in which each chunk runs its backward at once; no activations stay.
 
-    Zeros where the host computes itself, and of a model whose chunks cannot run backward one by one.
+    None where the host computes itself, where a chunk is not called, and of a model whose chunks cannot run backward
+    one by one.
     """
     streamer = run.streamer
-    nothing = [Launches()] * len(streamer.groups)
-    if not streamer.device.asynchronous:
-        return nothing
-    rounds = []
-    with contextlib.suppress(RuntimeError):
-        for _ in range(ROUNDS):
-            found = dict(enumerate(nothing))
-            with _each_alone(run, found):
-                run.forward()
-            rounds.append(found)
-        return [
-            Launches(min(found[i].forward for found in rounds), min(found[i].backward for found in rounds))
-            for i in range(len(nothing))
-        ]
-    return nothing
+    rounds: list[dict[int, Launches]] = []
+    if streamer.device.asynchronous:
+        with contextlib.suppress(RuntimeError):
+            for _ in range(ROUNDS):
+                found: dict[int, Launches] = {}
+                with _each_alone(run, found):
+                    run.forward()
+                rounds.append(found)
+    if len(rounds) < ROUNDS:
+        return [None] * len(streamer.groups)
+    return [_least([found[index] for found in rounds if index in found]) for index in range(len(streamer.groups))]
+
+
+def _least(seen: Sequence[Launches]) -> Launches | None:
+    return Launches(min(each.forward for each in seen), min(each.backward for each in seen)) if seen else None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ class ChunkCost:
         recompute: seconds of compute to recompute what backward needs; None for as long as `forward`. It ends with the
             last tensor that backward needs, which can be long before the end of the forward.
         issue_forward, issue_recompute, issue_backward: seconds that the host takes to issue that compute.
+        launch_forward, launch_backward: the same where it is resident; None for as where it streams.
         cast: seconds of compute to cast its weights, or its gradient, where it is resident and computes in half
             precision: each forward and recompute casts the weights, each backward the gradient.
         add: seconds of compute to add its gradient to that of the microbatches before, where it is resident.
@@ -42,6 +43,7 @@ class ChunkCost:
         produced_bytes: its gradient as a backward leaves it on the GPU; None for as it crosses.
         resident_gradient_bytes: its gradient where it is resident; None for as it crosses.
         passing_bytes: of a gradient that is on its way there: in the dtype in which it was computed, or to be added.
+        adding_bytes: besides the sum that stays on the GPU, while a gradient is added to it.
         state_bytes: what the optimizer keeps besides the master, on the GPU for resident chunks.
         update_bytes: traffic of host memory that an update on the host causes.
         saved_bytes: what it overwrites, and copies where it runs ahead; it is read in any case.
@@ -56,6 +58,8 @@ class ChunkCost:
     issue_forward: float = 0.0
     issue_recompute: float = 0.0
     issue_backward: float = 0.0
+    launch_forward: float | None = None
+    launch_backward: float | None = None
     cast: float = 0.0
     add: float = 0.0
     transfer: float = 0.0
@@ -74,6 +78,7 @@ class ChunkCost:
     produced_bytes: float | None = None
     resident_gradient_bytes: float | None = None
     passing_bytes: float = 0
+    adding_bytes: float = 0
     state_bytes: float = 0
     update_bytes: float = 0
     saved_bytes: float = 0
@@ -83,6 +88,13 @@ class ChunkCost:
 
     def __post_init__(self) -> None:
         check_amounts(self)
+
+    def issue_seconds(self, *, backward: bool, checkpoint: bool = False, resident: bool = False) -> float:
+        """Seconds of the host to issue a forward or a backward, with the recompute that begins it."""
+        forward, recompute, whole = self.issue_forward, self.issue_recompute, self.issue_backward
+        if resident and self.launch_forward is not None and self.launch_backward is not None:
+            forward, recompute, whole = self.launch_forward, self.launch_forward, self.launch_backward
+        return whole + recompute * checkpoint if backward else forward
 
     @property
     def resident_bytes(self) -> float:
@@ -265,6 +277,7 @@ def chunk_cost(
         weight_bytes=parameters * recipe.weight,
         master_bytes=parameters * recipe.master,
         gradient_bytes=parameters * recipe.gradient,
+        adding_bytes=parameters * recipe.gradient,
         state_bytes=parameters * recipe.state,
         update_bytes=parameters * recipe.update,
         saved_bytes=parameters * saved,

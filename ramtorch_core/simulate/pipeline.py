@@ -214,7 +214,7 @@ class _Walk:
             label = str(op) if len(chunks) == 1 else f"{op}.{chunk}"
             seconds = self._seconds(op, lane.chunks[chunk], resident=chunk in lane.resident)
             needs = after if position == 0 else []
-            issue = self._issue_seconds(op, lane.chunks[chunk])
+            issue = self._issue_seconds(op, lane.chunks[chunk], resident=chunk in lane.resident)
             if op.kind == "W":
                 begins = [lane.issue(issue, label, [known])] if issue else []
                 task = lane.issued_too(lane.step(Kind.WEIGHT, seconds, label, [*needs, *begins]), issue)
@@ -241,14 +241,13 @@ class _Walk:
         whole = cost.backward + collects
         return {"B": whole, "I": cost.backward - weight, "W": weight + collects}[op.kind]
 
-    def _issue_seconds(self, op: Op, cost: ChunkCost) -> float:
+    def _issue_seconds(self, op: Op, cost: ChunkCost, *, resident: bool) -> float:
         """Seconds of the host to issue an op on one chunk."""
         if op.kind == "F":
-            return cost.issue_forward
-        if self.plan.checkpoint:
-            return 0.0 if op.kind == "W" else cost.issue_recompute + cost.issue_backward
-        weight = cost.issue_backward * self.plan.weight_share
-        return {"B": cost.issue_backward, "I": cost.issue_backward - weight, "W": weight}[op.kind]
+            return cost.issue_seconds(backward=False, resident=resident)
+        whole = cost.issue_seconds(backward=True, checkpoint=self.plan.checkpoint, resident=resident)
+        weight = 0.0 if self.plan.checkpoint else whole * self.plan.weight_share
+        return {"B": whole, "I": whole - weight, "W": weight}[op.kind]
 
     def _first_come(self, task: int, arrival: int, _ended: Callable[[int], bool]) -> tuple[int, ...]:
         """The host goes on with what it has begun; otherwise it takes what became possible first."""

@@ -108,8 +108,9 @@ class Steps:
 
     def _forward(self, chunk: int, m: int) -> None:
         cost, label = self.chunks[chunk], self._label("F", chunk, m)
-        seconds = cost.forward_seconds(chunk in self.lane.resident)
-        self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label, issue=cost.issue_forward)
+        resident = chunk in self.lane.resident
+        seconds, issue = cost.forward_seconds(resident), cost.issue_seconds(backward=False, resident=resident)
+        self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label, issue=issue)
         self._forwards[chunk, m] = self._latest
         if self.plan.checkpoint or not self.plan.train:
             self.lane.hold(self._beside.forward_bytes, self._latest, self._latest)
@@ -144,7 +145,7 @@ class Steps:
         cost, plan, before, lane = self.chunks[chunk], self.plan, self._latest, self.lane
         resident = chunk in lane.resident
         seconds = cost.backward_seconds(checkpoint=plan.checkpoint, resident=resident, adds=m > 0)
-        issue = cost.issue_backward + cost.issue_recompute * plan.checkpoint
+        issue = cost.issue_seconds(backward=True, checkpoint=plan.checkpoint, resident=resident)
         visit = self._latest = lane.visit(
             chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, self._label("B", chunk, m), issue=issue
         )
@@ -169,6 +170,8 @@ class Steps:
         together = plan.order is Order.CHUNK
         stays = together or plan.accumulate is Accumulate.GPU
         since = self._gradient_since.setdefault(chunk, visit) if stays else visit
+        if stays and m:
+            self.lane.hold(cost.adding_bytes, visit, visit)
         if together and chunk in self._arrived and m % plan.together == 0:
             visit = self._latest = self.lane.recall(chunk, visit, self._arrived[chunk])
         last = m == plan.backwards - 1

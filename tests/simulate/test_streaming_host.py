@@ -33,6 +33,16 @@ def test_a_device_that_is_faster_than_the_host_waits_for_it() -> None:
     assert {gap.reason for gap in again.timeline.gaps} == {"for the host to issue it"}
 
 
+def test_a_resident_chunk_takes_the_host_what_its_launches_take() -> None:
+    chunk = ChunkCost(forward=1, backward=1, issue_forward=3, issue_recompute=3, issue_backward=5)
+    launched = replace(chunk, launch_forward=2, launch_backward=4)
+    for pin, cost, expected in ((4, launched, 4 * 6), (4, chunk, 4 * 8), (0, launched, 4 * 8), (2, launched, 2 * 14)):
+        plan = StreamingPlan(window=4, pin=pin, checkpoint=False)
+        assert simulate_streaming([cost] * 4, plan, steps=1).seconds == expected
+        again = simulate_streaming([cost] * 4, replace(plan, checkpoint=True), steps=1)
+        assert again.seconds == expected + 3 * 4 - (cost is launched) * pin
+
+
 def test_a_host_that_is_faster_than_the_device_costs_nothing() -> None:
     chunk = ChunkCost(forward=3, backward=6, transfer=2, gradient=1, update=4)
     for optimizer in Optimizer:
