@@ -1,9 +1,11 @@
 """Predicted peaks hold what the engine allocates, counted as an allocator would count it, and little more."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from virtual_device import BOUNCE_BYTES
 from virtual_world_cases import WIDTH, Times, World
 
@@ -70,6 +72,35 @@ def test_microbatches_side_by_side_keep_the_activations_and_sums_that_were_predi
         plan = StreamingPlan(microbatches=3, order=Order.CHUNK, checkpoint=checkpoint, optimizer=Optimizer.OVERLAPPED)
         real = world.train(plan)[1]
         assert real <= predict(calibration, plan, Machine()).peak_bytes <= 1.15 * real
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [Optimizer.OVERLAPPED, Optimizer.PUBLISHED])
+def test_sums_of_microbatches_side_by_side_take_what_was_predicted(dtype: torch.dtype, optimizer: Optimizer) -> None:
+    """Of half-precision masters they are in float32, and pass through a buffer where they are published."""
+    world = World(RATES, [(256, TIMES)] * 6, tokens=4, dtype=dtype)  # weights need most
+    calibration = world.calibrate()
+    for (microbatches, batches), pin in itertools.product(((3, 1), (2, 2)), (0, 2)):
+        plan = StreamingPlan(
+            pin=pin, microbatches=microbatches, batches=batches, order=Order.CHUNK, optimizer=optimizer
+        )
+        real = world.train(plan)[1]
+        assert real - SAMPLES <= predict(calibration, plan, Machine()).peak_bytes <= 1.06 * real, plan
+
+
+def test_only_published_sums_of_half_precision_masters_pass_through_a_buffer() -> None:
+    worlds = [World(RATES, [(256, TIMES)] * 6, tokens=4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    full, half = (world.calibrate() for world in worlds)
+    base = StreamingPlan(microbatches=2, order=Order.CHUNK, optimizer=Optimizer.PUBLISHED)
+    overlapped, batches = replace(base, optimizer=Optimizer.OVERLAPPED), replace(base, batches=2)
+    for calibration, plan, passes in (
+        (full, base, False),
+        (half, base, True),
+        (half, overlapped, False),
+        (half, replace(batches, optimizer=Optimizer.OVERLAPPED), True),  # all but the last batch
+        (half, replace(base, microbatches=1), False),
+    ):
+        assert plan.bounces(pricing.planned_costs(calibration, plan), others=False) is passes
 
 
 @pytest.mark.parametrize("name", ["even-4-half", "uneven-512-full"])

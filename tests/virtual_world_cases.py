@@ -98,6 +98,7 @@ class World:
         between: seconds of the host between two steps.
         slower: what updates on the host take, as a multiple of what the rates say.
         wide: the width of the logits, as a multiple of that of the layers.
+        dtype: of masters and the input.
     """
 
     rates: Rates
@@ -109,13 +110,14 @@ class World:
     tokens: int = 8
     autocast: bool = False
     wide: int = 1
+    dtype: torch.dtype = torch.float32
 
     def build(self) -> tuple[VirtualDevice, Model, Tensor]:
         """A new device with the model, and an input, which stays on it."""
         device = VirtualDevice(self.rates)
-        x = torch.randn(self.tokens, WIDTH)
+        x = torch.randn(self.tokens, WIDTH, dtype=self.dtype)
         device.memory.stays = x.nbytes
-        return device, Model(device, self.chunks, self.loss, self.tail, self.wide), x
+        return device, Model(device, self.chunks, self.loss, self.tail, self.wide).to(self.dtype), x
 
     def calibrate(self) -> Calibration:
         """Calibrated by the engine."""
@@ -204,7 +206,8 @@ class Loop:
         sizes = [2 * WIDTH * hidden for hidden, _ in self.world.chunks]
         seconds = [self.world.slower * self.world.rates.host_update * size for size in sizes]
         self.device.ranges.updates = dict(enumerate(each for i, each in enumerate(seconds) if i not in resident))
-        self.device.memory.stays = self.x.nbytes + sum((4 + 8 * moved) * sizes[i] for i in resident)
+        tensors = self.world.dtype.itemsize * (1 + 2 * moved)  # masters and moments
+        self.device.memory.stays = self.x.nbytes + sum(tensors * sizes[i] for i in resident)
 
     def loss(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.world.autocast), self.streamer.scope():
