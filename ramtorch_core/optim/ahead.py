@@ -90,8 +90,10 @@ class Undo:
         with torch.no_grad():
             for each in updates:
                 self._masters[each] = room.place(each.weight.parameter.detach())
-                state = _state(each)
-                self._states[each] = state and {
+                if (state := _state(each)) is None:
+                    self._states[each] = None
+                    continue
+                self._states[each] = {
                     key: (value, room.place(value) if _is_large(value) else _kept(value))
                     for key, value in state.items()
                 }

@@ -129,6 +129,19 @@ def test_moments_whose_dtype_the_update_changes_come_back_in_their_own() -> None
     assert_same(made.seen(), seen)
 
 
+@pytest.mark.parametrize("optimize", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_state_that_was_looked_up_before_it_was_made_is_empty_again(
+    optimize: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    made = Updated(optimize, torch.float32)
+    rows = [made.optimizer.state[parameter] for parameter in made.parameters]  # as a defaultdict, it makes them
+    undo = made.step_ahead(0)
+    assert all(rows)
+    undo.restore()
+    assert rows == [{}] * len(rows)
+    assert all(made.optimizer.state[parameter] is row for parameter, row in zip(made.parameters, rows, strict=True))
+
+
 def test_room_is_for_what_an_update_overwrites_and_used_again() -> None:
     made = Updated(OPTIMIZERS["AdamW"], torch.float32)
     made.step(0)
