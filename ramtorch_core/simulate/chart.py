@@ -151,6 +151,5 @@ def _long(span: Span) -> bool:
 
 def _columns(line: Timeline, start: float, end: float, width: int) -> tuple[int, int]:
     """First and last column; what is shorter than half of one disappears."""
-    scale = width / line.seconds
-    first, last = round((start - line.start) * scale), round((end - line.start) * scale)
+    first, last = (round((moment - line.start) / line.seconds * width) for moment in (start, end))
     return min(max(first, 0), width), min(max(last, 0), width)

@@ -79,6 +79,8 @@ def _run(argv: Sequence[str]) -> None:
     machine = machine_of(arguments)
     if not 0 <= arguments.extra_bytes < float("inf"):
         raise ConfigurationError(f"extra_bytes={arguments.extra_bytes}: it must be finite and not negative")
+    if any(arguments.ahead) and not arguments.clip:
+        raise ConfigurationError("--ahead is about updates that would wait for the norm of all gradients: add --clip")
     beside = StepCost(base_bytes=arguments.extra_bytes)
     if arguments.choose:
         _choose(arguments, machine, beside)
@@ -90,7 +92,7 @@ def _run(argv: Sequence[str]) -> None:
         chunks = chunks_of(arguments, machine, knobs)
         result = simulate_streaming(chunks, plan, machine, beside, steps=arguments.steps)
         rows.append(_row(knobs, swept, arguments, result))
-    _check_fit(rows, machine)
+    options.mark_what_fits(rows, machine.gpu_bytes)
     options.present(rows, arguments)
 
 
@@ -133,21 +135,6 @@ def _row(knobs: Mapping[str, Any], swept: Sequence[str], arguments: argparse.Nam
         "peak bytes": result.peak_bytes,
     }
     return Row(shown, figures, result.timeline)
-
-
-def _check_fit(rows: Sequence[Row], machine: Machine) -> None:
-    """Refuse memory that no row fits into; mark the rows otherwise."""
-    if machine.gpu_bytes is None:
-        return
-    for row in rows:
-        row.knobs["fits"] = "yes" if row.figures["peak bytes"] <= machine.gpu_bytes else "no"
-    if all(row.knobs["fits"] == "no" for row in rows):
-        least = min(rows, key=lambda row: row.figures["peak bytes"])
-        knobs = ", ".join(f"{key}={value}" for key, value in least.knobs.items() if key != "fits")
-        raise ConfigurationError(
-            f"none of {len(rows)} combinations fits into {machine.gpu_bytes / 1e9:.2f} GB of GPU memory: the smallest, "
-            f"{knobs}, needs {least.figures['peak bytes'] / 1e9:.2f} GB. Lower --window or --pin, or checkpoint"
-        )
 
 
 def _choose(arguments: argparse.Namespace, machine: Machine, beside: StepCost) -> None:

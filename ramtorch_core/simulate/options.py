@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -145,6 +146,8 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, head: str = "", 
         raise ConfigurationError(f"width={arguments.width}: a chart needs at least 20 columns")
     if arguments.width > 1000:
         raise ConfigurationError(f"width={arguments.width}: a chart has at most 1000 columns")
+    if not all(math.isfinite(value) for row in rows for value in row.figures.values()):
+        raise ConfigurationError("the bytes add up to more than a number can hold: use a larger unit")
     fitting = [i for i, row in enumerate(rows) if row.knobs.get("fits") != "no"]
     best = min(fitting, key=lambda i: rows[i].figures["seconds"])
     varied = {key for row in rows for key in row.knobs if key != "fits" and row.knobs[key] != rows[0].knobs[key]}
@@ -166,6 +169,25 @@ def present(rows: Sequence[Row], arguments: argparse.Namespace, head: str = "", 
     print(text_chart(rows[best].line, arguments.width))
     if arguments.plot:
         print(f"chart written to {arguments.plot}")
+
+
+def mark_what_fits(rows: Sequence[Row], gpu_bytes: float | None) -> None:
+    """Mark the rows that fit into so much memory of a GPU.
+
+    Raises:
+        ConfigurationError: none does.
+    """
+    if gpu_bytes is None:
+        return
+    for row in rows:
+        row.knobs["fits"] = "yes" if row.figures["peak bytes"] <= gpu_bytes else "no"
+    if all(row.knobs["fits"] == "no" for row in rows):
+        least = min(rows, key=lambda row: row.figures["peak bytes"])
+        knobs = ", ".join(f"{key}={value}" for key, value in least.knobs.items() if key != "fits")
+        raise ConfigurationError(
+            f"none of {len(rows)} combinations fits into {gpu_bytes / 1e9:.2f} GB of GPU memory: the smallest, "
+            f"{knobs}, needs {least.figures['peak bytes'] / 1e9:.2f} GB. Lower --window or --pin, or checkpoint"
+        )
 
 
 def _word(value: object) -> str:

@@ -71,12 +71,10 @@ def _run(argv: Sequence[str]) -> None:
                     value = knobs[name]
                     shown[name] = ":".join(f"{part:g}" for part in value) if isinstance(value, tuple) else value
             row = figures(result, schedule.stages / schedule.devices)
+            peak = row.pop("peak bytes")
             row["chunks"] = max(device.peak_chunks for device in result.devices)
+            row["weight bytes"] = max(device.weight_bytes for device in result.devices)
+            row["peak bytes"] = peak
             rows.append(Row(shown, row, result.timeline, {"devices": [asdict(d) for d in result.devices]}))
-    smallest = min(row.figures["peak bytes"] for row in rows)
-    if machine.gpu_bytes is not None and smallest > machine.gpu_bytes:
-        raise ConfigurationError(
-            f"none of {len(rows)} combinations fits into {machine.gpu_bytes / 1e9:.2f} GB per GPU: the smallest needs "
-            f"{smallest / 1e9:.2f} GB. Lower --window or --pin, or checkpoint"
-        )
+    options.mark_what_fits(rows, machine.gpu_bytes)
     options.present(rows, arguments)

@@ -107,6 +107,20 @@ def test_rows_that_do_not_fit_are_marked_and_never_the_fastest(run) -> None:
     assert found["fastest"] == 1
 
 
+def test_streamed_stages_that_do_not_fit_are_marked_and_never_the_fastest(run) -> None:
+    line = "pipeline_offload_simulator --layers 8 --p 2 --m 4 --schedule gpipe --weight-bytes 1G --th2d 5 --window 0,2"
+    found = json.loads(run(f"{line} --gpu-memory 3 --json"))
+    assert [row["fits"] for row in found["rows"]] == ["no", "yes"]
+    assert found["rows"][0]["seconds"] < found["rows"][1]["seconds"]
+    assert found["fastest"] == 1
+    assert [row["weight bytes"] for row in found["rows"]] == [4e9, 2e9]
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_times_too_short_to_be_divided_by_are_drawn(run, program: str) -> None:
+    assert "compute |" in run(f"{program} --tf 1e-320 --tb 1e-320")
+
+
 def test_knobs_are_chosen_on_request(run) -> None:
     machine = "--h2d 50 --d2h 50 --host-update 0.3 --gpu-memory 8"
     line = (
@@ -204,6 +218,10 @@ def test_streamed_stages_show_stalls_and_bubbles(run) -> None:
         ("offload_simulator --choose --tf 1,2", "--choose needs one value of --tf"),
         ("offload_simulator --chunks missing.json", "missing.json cannot be read"),
         ("offload_simulator --extra-bytes -5", "extra_bytes=-5"),
+        ("offload_simulator --kept-bytes 1e308 --activations keep", "the bytes add up to more than a number can hold"),
+        ("offload_simulator --batches 0", "batches=0: a step needs at least 1"),
+        ("offload_simulator --clip --ahead 1.5", "ahead=1.5: a part of the updates"),
+        ("offload_simulator --ahead 0.25", "add --clip"),
         ("schedule_simulator --m 0", "m=0: a whole number of at least 1 is needed"),
         ("schedule_simulator --p 0", "p=0: a whole number of at least 1 is needed"),
         ("schedule_simulator --p 1M --m 1M", "2,000,000,000,000 ops is too large"),
@@ -222,7 +240,10 @@ def test_streamed_stages_show_stalls_and_bubbles(run) -> None:
         ("schedule_simulator --weight-share 2", "weight_share=2.0"),
         ("schedule_simulator --table missing.txt", "missing.txt cannot be read"),
         ("pipeline_offload_simulator --layers 3 --p 4", "3 chunks for the 4 stages"),
-        ("pipeline_offload_simulator --weight-bytes 5G --gpu-memory 4", "fits into 4.00 GB per GPU"),
+        (
+            "pipeline_offload_simulator --weight-bytes 5G --gpu-memory 4",
+            "fits into 4.00 GB of GPU memory: the smallest",
+        ),
         ("pipeline_offload_simulator --window -1", "window=-1"),
     ],
 )
