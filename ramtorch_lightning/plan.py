@@ -101,7 +101,7 @@ def _estimate(chosen: Configuration, rates: Rates, options: argparse.Namespace) 
         rates,
         1e12 * options.tflops,
         tokens=options.tokens or 0,
-        resident_below=int(chosen.strategy.get("resident_below", 1 << 20)),
+        resident_below=chosen.resident_below,
         autocast=_MIXED.get(precision),
     )
 
@@ -159,9 +159,9 @@ def _report(
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]
     needed, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * (base.ahead > 0)
-    verdict = ""
+    verdict = "" if planned is None else ", as given"
     if options.ram is not None:
-        verdict = f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
+        verdict += f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
         fits &= needed <= options.ram
     lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients{ahead})")
     return lines, fits

@@ -23,6 +23,7 @@ class Configuration:
     Attributes:
         make: builds it.
         strategy: arguments of OffloadStrategy.
+        resident_below: bytes, as for OffloadStrategy.
         microbatches: per batch, side by side.
         accumulate: batches per step of the optimizer.
         clips: gradients are clipped; `by_value`: not by norm.
@@ -32,14 +33,24 @@ class Configuration:
     make: Callable[[], pl.LightningModule]
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "bf16-mixed"
+    resident_below: int = 1 << 20
     microbatches: int = 1
     accumulate: int = 1
     clips: bool = False
     by_value: bool = False
 
     def build(self) -> pl.LightningModule:
-        """The model, with what `configure_model` adds."""
-        module = self.make()
+        """The model, with what `configure_model` adds.
+
+        Raises:
+            ConfigurationError: it cannot be built, or is no LightningModule.
+        """
+        try:
+            module = self.make()
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(f"{self.name} cannot be built: {type(error).__name__}: {error}") from error
         if not isinstance(module, pl.LightningModule):
             raise ConfigurationError(f"{self.name} is no LightningModule, but a {type(module).__name__}")
         if is_overridden("configure_model", module, pl.LightningModule):
@@ -70,19 +81,25 @@ def from_config(path: str) -> Configuration:
     """A YAML file as LightningCLI writes it, with `model: {class_path: ..., init_args: ...}`.
 
     Raises:
-        ConfigurationError: the file names no model, a strategy that is not planned here, or a number that is none.
+        ConfigurationError: the file is no YAML, names no model, a strategy that is not planned here, or settings that
+            cannot be.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"--config {path}: there is no such file")
     saving: Any = importlib.import_module(f"{pl.__name__}.core.saving")
-    config: Mapping[str, Any] = saving.load_hparams_from_yaml(path)
+    try:
+        config = saving.load_hparams_from_yaml(path)
+    except Exception as error:  # whatever the parser has: what it cannot read is no configuration
+        raise ConfigurationError(f"--config {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    trainer = (config.get("trainer") or {}) if isinstance(config, Mapping) else None
+    if not isinstance(trainer, Mapping):
+        raise ConfigurationError(f"--config {path}: it must be a mapping, with `trainer` another one, or none")
     model = config.get("model")
     if not isinstance(model, Mapping) or "class_path" not in model:
         raise ConfigurationError(
             f"{path} names no model (model: class_path: ...): LightningCLI leaves it out where the program fixes the "
             f"class. Pass module:Class instead of --config, with --init"
         )
-    trainer = config.get("trainer") or {}
     strategy = trainer.get("strategy")
     given = strategy.get("init_args") if isinstance(strategy, Mapping) else None
     kind = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2].lower()
@@ -91,25 +108,34 @@ def from_config(path: str) -> Configuration:
             f"{path}: plans are for one GPU with OffloadStrategy; for a pipeline, give what its stages cost to "
             f"python -m ramtorch_core.pipeline_offload_simulator"
         )
+    given = given or {}
+    clip = trainer.get("gradient_clip_val") or 0
+    if not isinstance(clip, int | float):
+        raise ConfigurationError(f"gradient_clip_val={clip!r}: it must be a number")
+    if given.get("activations", "auto") not in ("auto", "keep", "checkpoint"):
+        raise ConfigurationError(f"activations={given['activations']!r}: use 'keep', 'checkpoint' or 'auto'")
+    if given.get("window", "auto") != "auto":
+        _whole(given, "window")
     return Configuration(
         str(model["class_path"]).rpartition(".")[2],
         lambda: _instantiate(model),
-        strategy=given or {},
+        strategy=given,
         precision=str(trainer.get("precision") or "32-true"),
-        microbatches=_count(given or {}, "n_microbatches"),
-        accumulate=_count(trainer, "accumulate_grad_batches"),
-        clips=bool(trainer.get("gradient_clip_val")),
+        resident_below=_whole(given, "resident_below", 1 << 20, least=0),
+        microbatches=_whole(given, "n_microbatches"),
+        accumulate=_whole(trainer, "accumulate_grad_batches"),
+        clips=bool(clip),
         by_value=trainer.get("gradient_clip_algorithm") == "value",
     )
 
 
-def _count(settings: Mapping[str, Any], name: str) -> int:
-    """A whole number, 1 if it is left out."""
-    value = settings.get(name)
-    if value is None:
-        return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name}={value!r}: it must be a whole number, 1 or more")
+def _whole(settings: Mapping[str, Any], name: str, default: int = 1, *, least: int = 1) -> int:
+    """A whole number; the default if it is left out."""
+    value = settings.get(name, default)
+    if value is None and name == "accumulate_grad_batches":  # which is how LightningCLI writes the default
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: it must be a whole number, {least} or more")
     return value
 
 

@@ -282,6 +282,11 @@ def test_a_part_of_the_gpu_is_left_to_cuda_and_the_allocator(
         ("{class_path: ramtorch_lightning.PipelineStrategy, init_args: {}}", "pipeline_offload_simulator"),
         (offload("pin: [nowhere]"), "no chunk is named 'nowhere'"),
         (offload("window: 0"), "window=0"),
+        (offload("window: two"), "window='two': it must be a whole number"),
+        (offload("window: null"), "window=None"),
+        (offload("activations: sometimes"), "activations='sometimes'"),
+        (offload("n_microbatches: -1"), "n_microbatches=-1: it must be a whole number, 1 or more"),
+        (offload("resident_below: some"), "resident_below='some'"),
         (offload("window: auto, gpu_memory: 20 cats"), "gpu_memory='20 cats'"),
     ],
 )
@@ -317,11 +322,35 @@ model:
         (["torch.nn:Linear", "--init", "in_features=2", "out_features=2", *MACHINE], "is no LightningModule"),
         (["torch.nn:Linear", "--init", "2"], "write NAME=VALUE"),
         (["--config", "missing.yaml"], "no such file"),
+        ([here("Large"), "--init", "colour=2", *MACHINE], "Large cannot be built: TypeError: "),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: Any) -> None:
     code, text = plan(*arguments, capsys=capsys)
     assert code == 2
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it must be a mapping"),
+        ("- 1", "it must be a mapping"),
+        ("trainer: 5", "it must be a mapping"),
+        ("[1, 2", "cannot be read as YAML"),
+        ("trainer: {accumulate_grad_batches: x}\nmodel: {class_path: a.B}", "accumulate_grad_batches='x'"),
+        ("trainer: {gradient_clip_val: x}\nmodel: {class_path: a.B}", "gradient_clip_val='x': it must be a number"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_in_one_line(
+    content: str, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    code, text = plan("--config", str(file), *MACHINE, capsys=capsys)
+    assert code == 2
+    assert text.startswith("plan: ")
+    assert text.count("\n") == 1
     assert message in text
 
 
