@@ -19,10 +19,20 @@ from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.staging import STAGING_BUFFERS
 from ramtorch_core.prediction import Calibration, Optimizer, StreamingPlan, mean_loss, planned_costs
 from ramtorch_core.pricing import FULL, as_run, master_width
-from ramtorch_core.simulate.choose import timed
+from ramtorch_core.simulate.choose import DoesNotFit, timed
 from ramtorch_core.simulate.costs import resident_chunks
 
-__all__ = ["Estimate", "Subject", "describe_machine", "described", "estimate", "given", "host_bytes", "timed"]
+__all__ = [
+    "DoesNotFit",
+    "Estimate",
+    "Subject",
+    "describe_machine",
+    "described",
+    "estimate",
+    "given",
+    "host_bytes",
+    "timed",
+]
 
 BOTH_WAYS = 1.67
 """What PCIe moves in both directions at once, as a multiple of one direction."""

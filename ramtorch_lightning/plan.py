@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from ramtorch_core import ConfigurationError
 from ramtorch_core.errors import RamtorchError
-from ramtorch_core.planning import Estimate, Subject, describe_machine, described, estimate, given, host_bytes, timed
+from ramtorch_core.planning import (
+    DoesNotFit,
+    Estimate,
+    Subject,
+    describe_machine,
+    described,
+    estimate,
+    given,
+    host_bytes,
+    timed,
+)
 from ramtorch_core.prediction import Optimizer, Order, Rates, StreamingPlan, machine, predict, rates_of, recommend
 from ramtorch_core.wishes import PLANNED, bytes_of, usable_of
 from ramtorch_lightning.chunks import chunk_spec
@@ -154,7 +164,7 @@ def _report(
             resident=(fixed.pin,) if "pin" in knobs else None,
             checkpoint=(fixed.checkpoint,) if "activations" in knobs else (False, True),
         )
-    except ConfigurationError as error:
+    except DoesNotFit as error:
         return [*lines, f"GPU      does not fit: {error}"], False
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]

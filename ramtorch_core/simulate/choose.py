@@ -21,6 +21,10 @@ ODD = 0.02
 WINDOWS = (1, 2, 3, 4)
 
 
+class DoesNotFit(ConfigurationError):
+    """No plan fits into the GPU's memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What a change would buy: `change` in words, and the best plan with it.
@@ -112,7 +116,7 @@ def choose(
         variants: changes in words -> what the chunks would cost then; they are offered too.
 
     Raises:
-        ConfigurationError: no combination fits; says what the least would be.
+        DoesNotFit: no combination fits; says what the least would be.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     beside = beside or StepCost()
@@ -217,7 +221,7 @@ def _search(
             fitting.append((plan, result))
     if not fitting:
         of = "" if machine.gpu_whole is None else f" (a plan's part of {machine.gpu_whole / 1e9:.2f} GB)"
-        raise ConfigurationError(
+        raise DoesNotFit(
             f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory{of}: about "
             f"{least / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
         )

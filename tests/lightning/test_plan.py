@@ -323,6 +323,7 @@ model:
         (["torch.nn:Linear", "--init", "2"], "write NAME=VALUE"),
         (["--config", "missing.yaml"], "no such file"),
         ([here("Large"), "--init", "colour=2", *MACHINE], "Large cannot be built: TypeError: "),
+        ([here("Large"), *MACHINE, "--accumulate", "1000000"], "plan: 16 chunks (layers), batches=1000000"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: Any) -> None:
