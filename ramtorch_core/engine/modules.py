@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import types
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from ramtorch_core.engine.census import Chunk
@@ -51,14 +53,22 @@ class ChunkForward:
 
 
 def _compiled_by(compiler: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, run under a compiler that is not active where it is called from."""
+    """`forward`, run under a compiler that is not active where it is called from.
+
+    It sees no other function modes than here: under others it would be compiled anew, or not at all, and save other
+    tensors in a recompute than in the forward.
+    """
+    modes = _get_current_function_mode_stack()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = set_eval_frame(compiler)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
+        with contextlib.ExitStack() as hidden:
+            while any(mode not in modes for mode in _get_current_function_mode_stack()):
+                hidden.enter_context(_pop_mode_temporarily())
+            before = set_eval_frame(compiler)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                set_eval_frame(before)
 
     return call
 
