@@ -250,7 +250,9 @@ def guess_casts(weight: Weight) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of `module` runs compiled, where single operations cannot be seen."""
-    return any(
-        getattr(child, "_compiled_call_impl", None) is not None or type(child).__name__ == "OptimizedModule"
-        for child in module.modules()
-    )
+    return any(map(runs_compiled, module.modules()))
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` itself run compiled."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"

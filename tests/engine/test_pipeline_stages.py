@@ -49,6 +49,19 @@ def test_a_block_is_opened_where_nothing_else_gives_enough_stages() -> None:
     assert len(names(Block(), 3)) == 2
 
 
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_compiled_blocks_are_not_opened_while_others_give_enough_stages(how: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(Block(), Block(), Block()) for _ in range(3)))
+    assert names(model, 2) == ["1.1.down"]
+    for i, block in enumerate(model):
+        if how == "method":
+            block.compile(backend="eager")
+        else:
+            model[i] = torch.compile(block, backend="eager")
+    assert names(model, 2) == ["1"]
+    assert names(nn.Sequential(model[0]), 2)[0].startswith("0.")
+
+
 def test_device_weights_and_frozen_memory_move_the_cut() -> None:
     assert names(Chain(8), 2, weights=[3.0, 1.0]) > names(Chain(8), 2)
     model = Chain(16)

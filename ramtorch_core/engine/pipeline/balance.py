@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from ramtorch_core.engine.observe import runs_compiled
 from ramtorch_core.engine.pipeline.running_order import AS_REGISTERED, RunningOrder
 from ramtorch_core.engine.pipeline.stages import StageMap, resolve_entries
 from ramtorch_core.errors import ConfigurationError, check_choice, shown
@@ -79,7 +80,8 @@ def balanced_entries(
 
     Starts from the parts of the root and opens the costliest one of the slowest stage for as long as that makes the
     stages more even, so that cuts fall between large modules where that is good enough, and inside them only where it
-    is not. A stage costs what runs between its entry and the next one.
+    is not. Modules that run compiled, whose code cannot be seen to take a tensor from an earlier stage, are opened only
+    if there are too few parts without. A stage costs what runs between its entry and the next one.
 
     Args:
         weights: relative speed of the stages' devices.
@@ -111,7 +113,9 @@ def balanced_entries(
                 break
             speed = weights or [1.0] * stages
             slowest = max(range(stages), key=lambda s: sum(costs[i] for i in parts[s]) / speed[s])
-            candidates = [i for i in candidates if i in parts[slowest]]
+            candidates = [i for i in candidates if i in parts[slowest] and not runs_compiled(items[i][1])]
+        else:
+            candidates = [i for i in candidates if not runs_compiled(items[i][1])] or candidates
         if not candidates:
             break
         opened = items[max(candidates, key=lambda i: costs[i])]
