@@ -36,6 +36,8 @@ NAMES = {
     Kind.SEND: "send to another GPU",
     Kind.ISSUE: "i, the host is busy",
 }
+OUTLINED = 0.006
+"""Part of the picture's width from which a span has an outline: nothing else would be seen of a narrower one."""
 DARK = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.UPDATE})
 MARKS = {Cause.STALL: "~", Cause.BUBBLE: "."}
 
@@ -137,10 +139,10 @@ def _draw(axes: Any, line: Timeline, name: str, height: int) -> None:
         if span.resource != name or not _long(span):
             continue
         start, end = max(span.start, line.start) - line.start, min(span.end, line.end) - line.start
-        axes.broken_barh(
-            [(start, end - start)], (height - 0.4, 0.8), facecolor=COLOURS[span.kind], edgecolor="black", linewidth=0.4
-        )
-        if (end - start) / line.seconds > 0.011 * len(span.label):
+        part, colour = (end - start) / line.seconds, COLOURS[span.kind]
+        edge = {"edgecolor": "black", "linewidth": 0.4} if part > OUTLINED else {"edgecolor": colour, "linewidth": 0.1}
+        axes.broken_barh([(start, end - start)], (height - 0.4, 0.8), facecolor=colour, **edge)
+        if part > 0.011 * len(span.label):
             colour = "white" if span.kind in DARK else "black"
             axes.text((start + end) / 2, height, span.label, ha="center", va="center", fontsize=7, color=colour)
 

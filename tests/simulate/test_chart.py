@@ -78,3 +78,17 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match="pip install"):
         plot(streamed(), "unused.png")
+
+
+def test_of_spans_too_narrow_for_an_outline_the_colours_are_seen(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    plan = StreamingPlan(microbatches=200, checkpoint=False)
+    line = simulate_streaming([ChunkCost(forward=2, backward=2)] * 2, plan, steps=1).timeline
+    plot(line, str(tmp_path / "chart.png"))
+    pixels = imread(tmp_path / "chart.png")[..., :3]
+    row = pixels[len(pixels) // 4]
+    seen = [(abs(row - to_rgb(COLOURS[kind])).max(axis=1) < 0.2).mean() for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    assert min(seen) > 0.2
