@@ -108,11 +108,12 @@ def test_from_the_choice_on_a_fit_equals_one_with_these_knobs_given(gradients: s
     assert_same(state_of(*run(given, range(at, batches), half)), whole)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}]
 )
 def test_fits_with_other_settings_equal_the_plain_ones(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], microbatches: int
 ) -> None:
     bases: list[StreamingPlan] = []
 
@@ -122,13 +123,14 @@ def test_fits_with_other_settings_equal_the_plain_ones(
 
     original = core_tuning.choose_for
     monkeypatch.setattr(core_tuning, "choose_for", choose_for)
-    found = fit(Classifier, Noting(**AUTO, gpu_memory=SOME_MEMORY), max_epochs=4, **options)
-    plain = fit(Classifier, Watched(), max_epochs=4, **options)
+    auto = Noting(**AUTO, gpu_memory=SOME_MEMORY, n_microbatches=microbatches)
+    found = fit(Classifier, auto, max_epochs=4, **options)
+    plain = fit(Classifier, Watched(n_microbatches=microbatches), max_epochs=4, **options)
     changed = [i for i, knobs in enumerate(found.strategy.knobs) if knobs != FIRST]
     every = options.get("accumulate_grad_batches", 1)
     assert changed[0] == (WARM_UP + TIMED) * every  # a multiple: gradients that add up stay where they are
     (base,) = bases
-    assert (base.microbatches, base.batches, base.clip) == (1, every, "gradient_clip_val" in options)
+    assert (base.microbatches, base.batches, base.clip) == (microbatches, every, "gradient_clip_val" in options)
     assert_same(found.record["weights"], plain.record["weights"])
 
 
