@@ -24,12 +24,17 @@ from ramtorch_lightning.pipeline import PipelineStrategy
 
 __all__ = ["OffloadMonitor", "PipelineMonitor"]
 
+TIMED_ONE_IN = 10
+"""Steps."""
+
 
 class _Monitor(pl.Callback):
     """What both monitors share: the clock, batches and samples, what crosses the bus, and where figures go.
 
     The clock runs from the beginning of a batch to the end of the last one before validation or the end of an epoch,
-    with the updates that are waited for then, and with loading data but for the first batch.
+    with the updates that are waited for then, and with loading data but for the first batch. Ranges are timed in one of
+    `TIMED_ONE_IN` steps, or more often where figures are shown more often. It is the one before the last, so that the
+    device has come to its end when figures are shown.
     """
 
     prefix = ""
@@ -47,6 +52,7 @@ class _Monitor(pl.Callback):
             check_function("tokens", tokens, "from a batch to its number of tokens")
         self._every, self._progress_bar, self._tokens = every_n_steps, progress_bar, tokens
         self._interval, self._logs = 1, False
+        self._timing = False  # this step
         self._since: float | None = None  # while the clock runs
         self._listeners: list[Listener] = []
         self._close()
@@ -55,6 +61,7 @@ class _Monitor(pl.Callback):
         """Begin to count anew."""
         self._crossed.forget()
         self._seconds, self._batches, self._samples, self._tokens_seen = 0.0, 0, 0, 0
+        self._timed_seconds, self._timed_batches = 0.0, 0
 
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
         """Listen to the strategy's devices."""
@@ -68,11 +75,11 @@ class _Monitor(pl.Callback):
         """Take ranges of a device."""
         raise NotImplementedError
 
-    def _batch_over(self, trainer: pl.Trainer) -> None:
-        """A batch is over, whose ranges were collected if they had ended."""
+    def _step_over(self, trainer: pl.Trainer) -> None:
+        """A step is over; ranges were collected if they had ended."""
 
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The figures of the batches since `_forget`."""
+        """The figures of the batches since `_forget`; what is timed is of those that were."""
         raise NotImplementedError
 
     @override
@@ -88,8 +95,7 @@ class _Monitor(pl.Callback):
         self._logs = bool(every and trainer.loggers)
         if self._logs or self._progress_bar:
             self._listeners = self._listen(trainer)
-            for listener in self._listeners:
-                listener.close()  # until the first batch begins
+            self._time(False)
         elif every:
             rank_zero_warn(f"{type(self).__name__} shows nothing: there is no logger, and progress_bar=False")
 
@@ -97,11 +103,19 @@ class _Monitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._since is None and self._listeners:
+        if not self._listeners:
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._time((step + 2) % min(self._interval, TIMED_ONE_IN) == 0)
+        if self._since is None:
             self._crossed.skip(self._streamers(trainer))
-            for listener in self._listeners:
-                listener.reopen()
             self._since = time.perf_counter()
+
+    def _time(self, timing: bool) -> None:
+        """Listen, or do not."""
+        self._timing = timing
+        for listener in self._listeners:
+            (listener.reopen if timing else listener.close)()
 
     @override
     def on_train_batch_end(
@@ -111,13 +125,14 @@ class _Monitor(pl.Callback):
             return
         self._since = self._take(trainer, self._since)
         self._batches += 1
+        self._timed_batches += self._timing
         size = batch_size(batch)
         self._samples += size if isinstance(size, int) else 0
         self._tokens_seen += 0 if self._tokens is None else self._tokens(batch)
         loop = trainer.fit_loop.epoch_loop
         if loop._should_accumulate():
             return
-        self._batch_over(trainer)
+        self._step_over(trainer)
         step = loop._batches_that_stepped
         if (step + 1) % self._interval == 0 or trainer.should_stop:
             self._show(trainer, pl_module, step)
@@ -127,6 +142,7 @@ class _Monitor(pl.Callback):
         """Count what has happened by now; returns when that is."""
         now = time.perf_counter()
         self._seconds += now - since
+        self._timed_seconds += (now - since) * self._timing
         self._crossed.count(self._streamers(trainer))
         for device, listener in enumerate(self._listeners):
             self._collect(device, listener.collect())
@@ -152,8 +168,7 @@ class _Monitor(pl.Callback):
         if self._since is not None:
             self._take(trainer, self._since)
             self._since = None
-            for listener in self._listeners:
-                listener.close()
+            self._time(False)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -172,14 +187,14 @@ class _Monitor(pl.Callback):
         self._close()
 
     def _close(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+        self._time(False)
         self._listeners, self._since, self._crossed = [], None, Crossed()
         self._forget()
 
 
 class OffloadMonitor(_Monitor):
-    """Logs what `OffloadStrategy` does, every so many steps, as means over them.
+    """Logs what `OffloadStrategy` does, every so many steps, as means over them, or over those of them that are timed:
+    one of ten, or more where figures come more often.
 
     - `stall_percent` of the time in which the device waits, and its parts: `transfer_stall_percent` (for weights),
       `gradient_stall_percent` (for gradients to leave) and `update_stall_percent` (for the optimizer on the host)
@@ -215,7 +230,7 @@ class OffloadMonitor(_Monitor):
         self._overlaps = False
         self._tails: list[tuple[Range, Mark]] = []
         strategy: Any = trainer.strategy
-        return [strategy.streamer.device.ranges.listen()]
+        return [strategy.streamer.device.ranges.listen((Kind.STALL, Kind.TRANSFER, Kind.GRADIENT, Kind.UPDATE))]
 
     @override
     def _streamers(self, trainer: pl.Trainer) -> list[Streamer]:
@@ -231,12 +246,12 @@ class OffloadMonitor(_Monitor):
                 self._last_wait = each
 
     @override
-    def _batch_over(self, trainer: pl.Trainer) -> None:
-        if self._last_wait is not None and not self._overlaps:
+    def _step_over(self, trainer: pl.Trainer) -> None:
+        if self._timing and self._last_wait is not None and not self._overlaps:
             # The optimizer has stepped over published gradients; before, the host waited for the last of them.
             (streamer,) = self._streamers(trainer)
             self._tails.append((self._last_wait, streamer.device.mark()))
-        self._last_wait, self._overlaps = None, False
+        self._last_wait = None
 
     @override
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
@@ -249,19 +264,21 @@ class OffloadMonitor(_Monitor):
             "gradient": spent[f"stall {FOR_GRADIENTS}"],
             "update": spent[f"stall {FOR_UPDATE}"] + optimizer,
         }
-        percent = 100 / self._seconds
-        figures = {"stall_percent": sum(waits.values()) * percent}
-        figures |= {f"{name}_stall_percent": seconds * percent for name, seconds in waits.items()}
-        figures |= self._crossed.rates(self._seconds)
-        for way, kind in (("h2d", Kind.TRANSFER), ("d2h", Kind.GRADIENT)):
-            figures[f"{way}_busy_percent"] = spent[kind.value] * percent
-        figures["update_seconds"] = (spent[Kind.UPDATE.value] + optimizer) / self._batches
+        figures = self._crossed.rates(self._seconds)
+        if self._timed_batches:
+            percent = 100 / self._timed_seconds
+            figures["stall_percent"] = sum(waits.values()) * percent
+            figures |= {f"{name}_stall_percent": seconds * percent for name, seconds in waits.items()}
+            for way, kind in (("h2d", Kind.TRANSFER), ("d2h", Kind.GRADIENT)):
+                figures[f"{way}_busy_percent"] = spent[kind.value] * percent
+            figures["update_seconds"] = (spent[Kind.UPDATE.value] + optimizer) / self._timed_batches
         peak = streamer.device.peak_bytes()
         return figures if peak is None else figures | {"device_peak_gb": peak / 1e9}
 
 
 class PipelineMonitor(_Monitor):
-    """Logs what `PipelineStrategy` does, every so many steps, as means over them.
+    """Logs what `PipelineStrategy` does, every so many steps, as means over them, or over those of them that are timed:
+    one of ten, or more where figures come more often.
 
     - `bubble_percent` of the devices' time between a batch's first op and the first device's last one, in which no op
       runs or an op waits for another stage; `device_0_busy_percent` and so on: the part in which one computes
@@ -290,7 +307,7 @@ class PipelineMonitor(_Monitor):
     @override
     def _listen(self, trainer: pl.Trainer) -> list[Listener]:
         strategy: Any = trainer.strategy
-        listeners = [device.ranges.listen() for device in strategy.runner.devices]
+        listeners = [device.ranges.listen((Kind.OP, Kind.STALL)) for device in strategy.runner.devices]
         self._ended: Sequence[list[Range]] = [[] for _ in listeners]
         return listeners
 
@@ -307,7 +324,8 @@ class PipelineMonitor(_Monitor):
     @override
     def _figures(self, trainer: pl.Trainer) -> dict[str, float]:
         strategy: Any = trainer.strategy
-        times, self._ended = PipelineTimes.read(self._ended)
+        over = not self._timing and not any(listener.waiting for listener in self._listeners)
+        times, self._ended = PipelineTimes.read(self._ended, over=over)
         streams = bool(self._streamers(trainer))
         figures = times.figures(streams=streams)
         if streams:

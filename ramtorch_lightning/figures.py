@@ -71,10 +71,14 @@ class PipelineTimes:
     stalled: list[float]
 
     @classmethod
-    def read(cls, ended: Sequence[Sequence[Range]]) -> tuple[PipelineTimes, list[list[Range]]]:
-        """From the ranges of each device; and those that are left: of the last batch, at which a device may work."""
+    def read(cls, ended: Sequence[Sequence[Range]], *, over: bool = False) -> tuple[PipelineTimes, list[list[Range]]]:
+        """From the ranges of each device; and those that are left: of the last batch, at which a device may work.
+
+        Args:
+            over: none works at it any more.
+        """
         lanes = [_batches(each) for each in ended]
-        complete = max(0, min(map(len, lanes)) - 1)
+        complete = max(0, min(map(len, lanes)) - (not over))
         spent = [[_spent(batch) for batch in lane[:complete]] for lane in lanes]
         first = [[each for each in batch if each.kind is Kind.OP] for batch in lanes[0][:complete]]
         times = cls(

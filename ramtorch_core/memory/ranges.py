@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
@@ -87,11 +87,14 @@ class Range:
         waited: seconds that the host spent in it, once it is over.
     """
 
-    __slots__ = ("_owner", "_record", "_since", "_take", "begun", "end", "ended", "kind", "start", "waited", "what")
+    __slots__ = (
+        "_listeners", "_owner", "_record", "_since", "_take",
+        "begun", "end", "ended", "kind", "start", "waited", "what",
+    )  # fmt: skip
 
     def __init__(self, owner: Ranges, kind: Kind, what: object, take: Callable[[], Mark], shown: bool) -> None:
         self._owner, self._take, self._record = owner, take, None
-        self.kind, self.what = kind, what
+        self.kind, self.what, self._listeners = kind, what, owner.listeners(kind)
         if shown:
             self._record = profiler.record_function(kind.label(what))
             self._record.__enter__()
@@ -111,7 +114,8 @@ class Range:
         if self._record is not None:
             self._record.__exit__(None, None, None)
             self._record = None
-        self._owner.deliver(self)
+        for listener in self._listeners:
+            listener.waiting.append(self)
 
     def __enter__(self) -> Self:
         return self
@@ -121,10 +125,10 @@ class Range:
 
 
 class Listener:
-    """Gets every range of a device that ends between `listen` and `close`, and again after `reopen`."""
+    """Gets, once it ends, every range of some kinds that begins between `listen` or `reopen` and `close`."""
 
-    def __init__(self, owner: Ranges) -> None:
-        self._owner = owner
+    def __init__(self, owner: Ranges, kinds: frozenset[Kind]) -> None:
+        self._owner, self.kinds = owner, kinds
         self.waiting: deque[Range] = deque(maxlen=MOST_SAMPLES)
 
     def collect(self) -> list[Range]:
@@ -138,7 +142,7 @@ class Listener:
         return ended
 
     def close(self) -> None:
-        """Listen no more; what it got is still there to be collected. Idempotent."""
+        """Listen no more; what has begun can still be collected. Idempotent."""
         self._owner.dismiss(self)
 
     def reopen(self) -> None:
@@ -178,9 +182,10 @@ class Ranges:
             shown: also in profiles.
         """
         shown = shown and profiler._is_profiler_enabled
-        if not shown and not self._listeners:
+        heard = bool(self._listeners and self.listeners(kind))
+        if not shown and not heard:
             return None
-        return Range(self, kind, what, Moment if host or not self._listeners else self._mark, shown)
+        return Range(self, kind, what, self._mark if heard and not host else Moment, shown)
 
     def span(
         self, kind: Kind, what: object, *, host: bool = False, shown: bool = True
@@ -205,9 +210,9 @@ class Ranges:
                 yield
             touch()
 
-    def listen(self) -> Listener:
-        """Time ranges from now on."""
-        listener = Listener(self)
+    def listen(self, kinds: Iterable[Kind] = Kind) -> Listener:
+        """Time ranges of these kinds from now on."""
+        listener = Listener(self, frozenset(kinds))
         self.admit(listener)
         return listener
 
@@ -220,10 +225,9 @@ class Ranges:
         """The end of `listen`."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
 
-    def deliver(self, ended: Range) -> None:
-        """A range has ended."""
-        for listener in self._listeners:
-            listener.waiting.append(ended)
+    def listeners(self, kind: Kind) -> list[Listener]:
+        """Those that want to know about such ranges."""
+        return [listener for listener in self._listeners if kind in listener.kinds]
 
     def tick(self) -> int:
         """The next number."""

@@ -5,7 +5,7 @@ import pytest
 
 
 def test_the_monitors_cost_is_measured_in_turns_and_directly(capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"layers": 1, "width": 512, "batch": 1, "seq": 8, "steps": 3, "rounds": 2, "device": "cpu"}
+    small = {"layers": 1, "width": 512, "batch": 1, "seq": 8, "steps": 3, "rounds": 2, "every": 1, "device": "cpu"}
     report = monitor_overhead.main([f"--{flag}={value}" for flag, value in small.items()])
     assert [[len(laps) for laps in runs] for runs in report["seconds"].values()] == [[2, 2], [2, 2]]
     assert report["spread"][0] <= report["overhead"] <= report["spread"][1]
@@ -14,7 +14,7 @@ def test_the_monitors_cost_is_measured_in_turns_and_directly(capsys: pytest.Capt
     assert f"{direct['share']:.3%} of a plain step" in said
     assert direct["hooks"] > 0
     assert direct["ranges"] > 0
-    assert direct["ranges_per_step"] >= 2 * 2 + 2, "visits, transfers, gradients and updates of two chunks"
+    assert direct["ranges_per_step"] >= 2 * 2, "transfers, gradients and updates of two chunks"
     spent = direct["hooks"] + direct["ranges"]
     assert direct["share"] == pytest.approx(spent / report["median_seconds"]["plain"])
 

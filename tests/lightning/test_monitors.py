@@ -14,7 +14,7 @@ from stream_cases import assert_same
 from trace_cases import ops_in, ranges_in
 
 from ramtorch_core import ConfigurationError
-from ramtorch_core.memory.ranges import Moment
+from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind, Moment
 from ramtorch_lightning import OffloadMonitor, PipelineMonitor, PipelineStrategy, TraceCallback, callbacks
 
 OFFLOAD = {
@@ -136,6 +136,34 @@ def test_steps_that_are_given_count_also_where_the_trainer_logs_nothing() -> Non
     assert len(rows_of(run, "offload")) == 2
 
 
+@pytest.mark.parametrize("interval", [1, 4, 12, 50])
+def test_one_of_ten_steps_is_timed_or_more_where_figures_come_more_often(interval: int) -> None:
+    run = fit(Asks, Kept(), callbacks=lambda: [OffloadMonitor()], log_every_n_steps=interval, max_epochs=6)
+    heard = [step for step, heard in enumerate(run.model.training_heard) if heard]
+    assert heard == {1: [*range(24)], 4: [2, 6, 10, 14, 18, 22], 12: [8, 18], 50: [8, 18]}[interval]
+    rows = rows_of(run, "offload")
+    assert len(rows) == 24 // interval
+    for row in rows:
+        assert row.keys() == OFFLOAD
+        assert row["update_seconds"] > 0
+
+
+def test_what_is_timed_is_of_the_steps_that_are(monkeypatch: pytest.MonkeyPatch, clock: "Clock") -> None:
+    class Slow(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            step, ranges = self.trainer.global_step, self.trainer.strategy.streamer.device.ranges
+            with ranges.span(Kind.STALL, FOR_TRANSFER):
+                clock.now += 1.0
+            clock.now += 3.0 if step % 4 == 2 else 7.0
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(Moment, "__init__", lambda self: setattr(self, "_seconds", clock.now))
+    run = fit(Slow, Kept(), callbacks=lambda: [OffloadMonitor(every_n_steps=4)])
+    for row in rows_of(run, "offload"):
+        assert row["transfer_stall_percent"] == pytest.approx(25.0)
+        assert row["seconds_per_batch"] == pytest.approx(7.0)
+
+
 def test_figures_that_nothing_shows_are_not_taken_and_a_warning_says_so() -> None:
     model = Asks()
     trainer = make_trainer(Kept(), callbacks=[OffloadMonitor()])
@@ -167,7 +195,8 @@ def test_steps_are_those_at_which_lightning_logs_also_in_a_run_that_is_resumed(t
     )
     second.fit(Classifier(), loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     run = SimpleNamespace(record={"logged": logger.rows})
-    assert steps(run, "offload/stall_percent") == steps(run, "loss_step") == [3, 5, 7, 9]
+    assert steps(run, "offload/seconds_per_batch") == steps(run, "loss_step") == [3, 5, 7, 9]
+    assert steps(run, "offload/stall_percent") == [5, 7, 9]  # the step that would have been timed came before
 
 
 class Clock:

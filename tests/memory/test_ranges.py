@@ -43,6 +43,22 @@ def test_every_listener_gets_each_range_once_in_the_order_of_their_ends() -> Non
     assert [each.what for each in other.collect()] == [1]
 
 
+def test_a_listener_gets_the_kinds_it_wants_of_ranges_that_begin_while_it_listens() -> None:
+    ranges = Device("cpu").ranges
+    all_of_them, one = ranges.listen(), ranges.listen([Kind.STALL])
+    all_of_them.close()
+    assert ranges.begin(Kind.VISIT, "F0") is None  # nobody wants it
+    before = ranges.begin(Kind.STALL, "before")
+    other = ranges.listen([Kind.STALL, Kind.OP])
+    one.close()
+    with ranges.span(Kind.STALL, "later"), ranges.span(Kind.OP, "0F0"):
+        finish(before)
+        other.close()
+    assert [each.what for each in one.collect()] == ["before"]
+    assert [each.what for each in other.collect()] == ["0F0", "later"]
+    assert all_of_them.collect() == []
+
+
 def test_a_listener_leaves_what_has_not_ended_on_the_device_for_later() -> None:
     class Pending:
         come = False
