@@ -224,10 +224,11 @@ class PipelineStrategy(MicrobatchedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         streamed = self.runner.streamed
-        if streamed is not None:
-            for optimizer in self.optimizers:
+        for optimizer in self.optimizers:
+            if streamed is not None:
                 check_optimizer(optimizer)
-                allow_clipping(optimizer, self.precision_plugin)
+            allow_clipping(optimizer, self.precision_plugin)
+        if streamed is not None:
             rank_zero_info(format_rows([row for streamer in streamed.streamers for row in streamer.chunk_table()]))
 
     @override

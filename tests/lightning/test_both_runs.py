@@ -280,6 +280,28 @@ def test_compiled_blocks_of_a_pipeline_train_the_same() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_fused_optimizer_of_a_pipeline_is_clipped_where_nothing_scales_gradients(window: int | None) -> None:
+    """Lightning refuses this under autocast, so it is compared with an optimizer that is not fused."""
+
+    class Chosen(Descent):
+        fused = True
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, fused=self.fused)
+
+    class Plain(Chosen):
+        fused = False
+
+    def trained(build: Any) -> Any:
+        strategy = PipelineStrategy(devices=["cpu", "cpu"], n_microbatches=2, window=window)
+        return list(
+            fit(build, strategy, precision="bf16-mixed", gradient_clip_val=0.01, max_epochs=1).model.parameters()
+        )
+
+    torch.testing.assert_close(trained(Chosen), trained(Plain), rtol=1e-6, atol=1e-7)
+
+
 @either
 def test_the_callbacks_of_a_trainer_are_those_that_it_was_given(name: str) -> None:
     """Before the first step and after the fit; Lightning's own tests compare the lists."""
