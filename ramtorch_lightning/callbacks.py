@@ -24,7 +24,7 @@ from ramtorch_lightning.pipeline import PipelineStrategy
 
 __all__ = ["OffloadMonitor", "PipelineMonitor"]
 
-TIMED_ONE_IN = 10
+TIMED_ONE_IN = 20
 """Steps."""
 
 
@@ -194,7 +194,7 @@ class _Monitor(pl.Callback):
 
 class OffloadMonitor(_Monitor):
     """Logs what `OffloadStrategy` does, every so many steps, as means over them, or over those of them that are timed:
-    one of ten, or more where figures come more often.
+    one of twenty, or more where figures come more often.
 
     - `stall_percent` of the time in which the device waits, and its parts: `transfer_stall_percent` (for weights),
       `gradient_stall_percent` (for gradients to leave) and `update_stall_percent` (for the optimizer on the host)
@@ -278,7 +278,7 @@ class OffloadMonitor(_Monitor):
 
 class PipelineMonitor(_Monitor):
     """Logs what `PipelineStrategy` does, every so many steps, as means over them, or over those of them that are timed:
-    one of ten, or more where figures come more often.
+    one of twenty, or more where figures come more often.
 
     - `bubble_percent` of the devices' time between a batch's first op and the first device's last one, in which no op
       runs or an op waits for another stage; `device_0_busy_percent` and so on: the part in which one computes

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ LOADED_COPIES = 16
 COPY_BYTES = 256 << 20
 PARAMETERS = 1 << 26
 FACTOR = 4096
-VERSION = 4
+VERSION = 5
 """Of what is measured, and how: rates that were written by another one are not used."""
 MEASUREMENTS = 3
 """Of which the best counts."""
@@ -50,8 +50,8 @@ class Rates:
     Attributes:
         h2d, d2h: bytes per second from page-locked host memory to the device and back, one way at a time.
         both_ways: bytes per second when both are busy, added up.
-        host_memory: bytes per second that the host's memory reads and writes, all together; at least what updates and
-            copies move while they go on at once.
+        host_memory: bytes per second that the host's memory reads and writes, all together: the least that updates and
+            copies, in, out or both ways, move while they go on at once, or an update alone if that is more.
         host_update: seconds per parameter of AdamW on the host, in the engine's kernel, with a bfloat16 shadow.
         device_update: the same on the device, by torch's fused AdamW.
         device_bytes: memory of the device; None for the CPU.
@@ -74,12 +74,12 @@ def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: i
     copies, probe = _Copies(device, copy_bytes), _Probe(device, parameters)
     h2d, d2h, both_ways = copies.rates()
     host_update = _median_seconds(probe.update, Device("cpu")) / parameters
-    loaded = probe.loaded_memory(copies, copy_bytes) if device.asynchronous else 0.0
+    loaded = probe.loaded_memory(copies, copy_bytes) if device.asynchronous else _host_memory(copy_bytes)
     return Rates(
         h2d=h2d,
         d2h=d2h,
         both_ways=both_ways,
-        host_memory=max(loaded, _host_memory(copy_bytes), UPDATE_BYTES / host_update),
+        host_memory=max(loaded, UPDATE_BYTES / host_update),
         host_update=host_update,
         device_update=_device_update(device, parameters),
         device_bytes=device.total_bytes(),
@@ -226,9 +226,16 @@ class _Probe:
         update(self._updates, scale=1.0, kernel=self._kernel, threads=self._threads)
 
     def loaded_memory(self, copies: _Copies, nbytes: int) -> float:
-        """Bytes per second of host memory while updates and copies both ways, of `nbytes` each, go on at once."""
+        """Bytes per second of host memory while updates and copies, of `nbytes` each, go on at once.
+
+        The least of copies in, out, and both ways: a byte written by a device costs memory more than one that it reads.
+        """
+        ways = ([copies.inward], [copies.outward], [copies.inward, copies.outward])
+        return min(filter(None, (self._loaded(each, nbytes) for each in ways)), default=0.0)
+
+    def _loaded(self, begin: Sequence[Callable[[int], tuple[Mark, Mark]]], nbytes: int) -> float:
         self._device.synchronize()
-        ways = [copies.inward(LOADED_COPIES), copies.outward(LOADED_COPIES)]
+        ways = [issue(LOADED_COPIES) for issue in begin]
         laps = []
         while not all(end.query() for _, end in ways):
             start = time.perf_counter()
