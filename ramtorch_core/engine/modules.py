@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._pytree import tree_leaves
 
 from ramtorch_core.engine.census import Chunk
+from ramtorch_core.engine.observe import runs_compiled
 
 Visit = Callable[[Callable[..., Any], "Chunk | None", Any, Any], Any]
 
@@ -37,7 +38,7 @@ class ChunkForward:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
-        if compiler is None:
+        if compiler is None and not runs_compiled(self.module):
             return self.visit(self._inner, self.chunk, args, kwargs)
         try:
             return self.visit(_compiled_by(compiler, self._inner), self.chunk, args, kwargs)
@@ -53,7 +54,7 @@ class ChunkForward:
 
 
 def _compiled_by(compiler: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, run under a compiler that is not active where it is called from.
+    """`forward`, run under a compiler that is not active where it is called from, or None if it has its own.
 
     It sees no other function modes than here: under others it would be compiled anew, or not at all, and save other
     tensors in a recompute than in the forward.
