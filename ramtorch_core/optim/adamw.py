@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ramtorch_core.errors import ConfigurationError, check_choice, check_number, shown
 from ramtorch_core.memory.weights import as_vector, dense_stride
-from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, adam_rates, takes
+from ramtorch_core.optim.compiled import AdamWeight, adam_kernel, adam_rates, read_number, takes
 from ramtorch_core.optim.rounding import derive_key, random_bits, store
 
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -193,13 +193,14 @@ class AdamW(Optimizer):
         if grad.size() == size and grad.stride() != stride:
             grad = torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         state = self.state[parameter]
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
         for key in (*_MOMENTS, "max_exp_avg_sq") if options["amsgrad"] else _MOMENTS:
             known = state.get(key)
             if known is None or known.stride() != stride or known.dtype != options["moments"]:
                 moment = torch.empty_strided(size, stride, dtype=options["moments"], device=parameter.device)
                 state[key] = moment.zero_() if known is None else moment.copy_(known)
-        step = int(state["step"]) + 1
+        step = int(read_number(state["step"])) + 1
         return AdamWeight(
             parameter.detach(),
             state["exp_avg"],

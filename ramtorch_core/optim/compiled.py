@@ -96,6 +96,32 @@ def adam_rates(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: float(options[key]) for key in ("lr", "eps", "weight_decay")} | {"beta1": beta1, "beta2": beta2}
 
 
+def read_number(value: Any) -> float:
+    """The value of a number, or of a tensor that holds one: on the host without torch.
+
+    Each operation of torch's lets other threads have the interpreter, and one that computes in Python gives it back
+    after 5 ms.
+    """
+    place = _place(value)
+    return float(value) if place is None else place.value
+
+
+def write_number(state: dict[str, Any], key: str, number: float) -> None:
+    """Give the number, or the tensor that holds one, under `key` another value, likewise."""
+    place = _place(state[key])
+    if place is not None:
+        place.value = number
+    elif isinstance(state[key], Tensor):
+        state[key].fill_(number)
+    else:
+        state[key] = number
+
+
+def _place(value: Any) -> ctypes.c_float | None:
+    known = isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"
+    return ctypes.c_float.from_address(value.data_ptr()) if known else None
+
+
 def takes(
     grad: torch.dtype,
     shadow: torch.dtype | None,

@@ -27,7 +27,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ramtorch_core.memory.weights import Weight, as_vector
 from ramtorch_core.optim.adamw import AdamW, suits_kernel, update_in_torch
 from ramtorch_core.optim.ahead import Undo
-from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_rates, takes
+from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_rates, read_number, takes, write_number
 
 BLOCK = 1 << 20
 """Elements: a block's gradient, master and two moments take 16 MB in float32."""
@@ -195,8 +195,8 @@ def update(
             kernel(list(fast.values()), threads)
             if undo is not None:
                 undo.kept(fast)
-            for each in fast:
-                each.recipe.optimizer.state[each.weight.parameter]["step"] += 1
+            for each, row in fast.items():
+                write_number(each.recipe.optimizer.state[each.weight.parameter], "step", row.step)
     for each in updates:
         torch.autograd.graph.increment_version(each.weight.parameter)
 
@@ -245,11 +245,11 @@ def _for_kernel(each: WeightUpdate, scale: float) -> AdamWeight | None:
     if any(moment.stride() != weight.stride for moment in moments):
         return None
     return AdamWeight(
-        master.detach(),
+        master,
         *moments,
         each.grad,
         shadow,
-        step=int(state["step"]) + 1,
+        step=int(read_number(state["step"])) + 1,
         **adam_rates(options),
         decoupled=decoupled,
         grad_scale=scale,

@@ -8,12 +8,13 @@ import pytest
 import torch
 from stream_cases import assert_same
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ramtorch_core.engine.pipeline.running_order import optimizers_follow
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import steps
-from ramtorch_core.optim.compiled import adam_kernel
+from ramtorch_core.optim.compiled import adam_kernel, read_number, write_number
 from ramtorch_core.optim.steps import Granularity, Recipe, WeightUpdate, defining_class, granularity, update, why_whole
 
 SIZES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (64,), (5, 33), (0, 4), (2, 3, 4, 5)]
@@ -314,3 +315,43 @@ def test_the_kernel_is_used_after_something_was_compiled() -> None:
         weight = Weight("w", nn.Parameter(torch.ones(3)), ())
         optimizer = kind([weight.parameter], lr=0.1)
         assert steps.is_decoupled(Recipe(optimizer), weight) is (kind is torch.optim.AdamW)
+
+
+class Operations(TorchDispatchMode):
+    """Those of torch's that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_kernels_updates_call_no_operation_of_torchs(kind: Any) -> None:
+    """Each would let other threads have the interpreter, and wait for those that compute in Python."""
+    if adam_kernel() is None:
+        pytest.skip("no C compiler")
+    parameters = masters()
+    group = WeightGroup(0, "chunk", [Weight(str(i), p, ()) for i, p in enumerate(parameters)])
+    group.build([torch.bfloat16] * len(parameters), Device("cpu"))
+    optimizer = kind(parameters, lr=0.1)
+    for step in range(3):
+        flats = [grad.flatten().bfloat16() for grad in grads_of(parameters, step)]
+        recipe = Recipe(optimizer)
+        updates = [WeightUpdate(weight, flat, recipe) for weight, flat in zip(group.weights, flats, strict=True)]
+        with Operations() as operations:
+            update(updates, scale=0.5, kernel=adam_kernel(), threads=1)
+        assert bool(operations.seen) is (step == 0), operations.seen  # the first one makes the state
+        assert {float(row["step"]) for row in optimizer.state.values()} == {step + 1.0}
+
+
+@pytest.mark.parametrize("step", [torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64), torch.tensor([3.0]), 3])
+def test_counters_of_every_kind_are_read_and_written_in_place(step: Any) -> None:
+    state = {"step": step}
+    assert read_number(step) == 3.0
+    write_number(state, "step", 4)
+    assert state["step"] == 4
+    assert (state["step"] is step) is isinstance(step, Tensor)
