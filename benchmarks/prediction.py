@@ -219,10 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        f"time: median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}; within 10 %: "
-        f"{report['within_10_percent']} of {len(rows)}; {report['seconds']:.0f} s"
-    )
+    if rows:
+        print(
+            f"time: median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}; within 10 %: "
+            f"{report['within_10_percent']} of {len(rows)}; {report['seconds']:.0f} s"
+        )
     print(json.dumps(report))
     return report
 
