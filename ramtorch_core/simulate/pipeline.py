@@ -272,6 +272,8 @@ class _Walk:
         since = self._gradient_since.setdefault((device, chunk), task) if stays else task
         self._left[device, chunk] += 1
         count = self._left[device, chunk]
+        if stays and count > 1:
+            lane.hold(cost.adding_bytes, task, task)
         if not stays or count == self.schedule.microbatches:
             nbytes = cost.gradient_bytes if stays and count > 1 else None
             lane.send_gradient(chunk, task, add=not stays and count > 1, nbytes=nbytes, since=since)

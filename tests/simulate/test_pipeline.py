@@ -216,6 +216,13 @@ def test_gradients_of_streamed_stages_are_added_up_on_the_host_or_on_the_gpu() -
     assert moved == [1 + 1 + 1, 1]
 
 
+def test_adding_a_gradient_to_its_sum_on_the_gpu_takes_memory_besides() -> None:
+    stages = [[ChunkCost(forward=1, backward=2, gradient_bytes=10, adding_bytes=7)]] * 2
+    for microbatches, expected in ((1, 10), (3, 10 + 7)):
+        plan = PipelinePlan(window=1, accumulate=Accumulate.GPU)
+        assert simulate_pipeline(gpipe(2, microbatches), stages, plan).devices[0].peak_bytes == expected
+
+
 def test_the_copies_of_all_gpus_share_the_hosts_memory() -> None:
     stages = [[ChunkCost(forward=1, backward=1, transfer=1, weight_bytes=10)] * 4] * 4
     plan = PipelinePlan(window=1)
