@@ -166,6 +166,7 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
 
     And copies of what updates overwrite that run ahead of the norm, as `plan.ahead` says.
     """
+    plan = as_run(found.calibration, plan)
     chunks = found.calibration.chunks
     resident = resident_chunks(plan.pin, len(chunks))
     streamed = [chunk for index, chunk in enumerate(chunks) if index not in resident]
@@ -179,7 +180,7 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
         gradients += sum(_sum_bytes(chunk, several=plan.backwards > 1) for chunk in streamed)
     if plan.clip and overlapped:  # all of them wait for the last one
         gradients += sum(cost.gradient_bytes for cost in priced)
-        copies = plan.ahead * sum(cost.saved_bytes for cost in priced)
+        copies = (plan.ahead or 0.0) * sum(cost.saved_bytes for cost in priced)
     elif overlapped and not plan.adds:
         widest = max((max(cost.weight_bytes, cost.gradient_bytes) for cost in priced), default=0.0)
         gradients += min(STAGING_BUFFERS, len(priced)) * widest
@@ -189,9 +190,8 @@ def host_bytes(found: Estimate, plan: StreamingPlan) -> float:
 
 def described(found: Estimate, plan: StreamingPlan, ram: float | None) -> StreamingPlan:
     """The plan as the engine carries it out, on a host with so many bytes of memory; None if that is not known."""
-    plan = as_run(found.calibration, plan)
     left = None if ram is None else max(0.0, ram - host_bytes(found, replace(plan, ahead=0.0)))
-    return plan if left is None else as_run(found.calibration, plan, left / 4)
+    return as_run(found.calibration, plan, None if left is None else left / 4)
 
 
 def _sum_bytes(chunk: ChunkMeasure, *, several: bool) -> float:

@@ -18,8 +18,9 @@ from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
-from ramtorch_core.pricing import costs, half_precision, planned_costs, step_cost
+from ramtorch_core.pricing import as_run, costs, half_precision, planned_costs, step_cost
 from ramtorch_core.simulate import (
+    Accumulate,
     Choice,
     ChunkCost,
     Machine,
@@ -34,7 +35,7 @@ from ramtorch_core.simulate import (
     simulate_pipeline,
     simulate_streaming,
 )
-from ramtorch_core.simulate.choose import WINDOWS
+from ramtorch_core.simulate.choose import WINDOWS, twice
 from ramtorch_core.simulate.clock import Kind
 from ramtorch_core.simulate.steps import HOST
 from ramtorch_core.wishes import usable_of
@@ -165,7 +166,11 @@ def machine(rates: Rates, gpu_bytes: float | None = None) -> Machine:
 def predict(
     calibration: Calibration, plan: StreamingPlan, on: Machine | None = None, *, measured: StreamingPlan | None = None
 ) -> Prediction:
-    """Simulate `plan`, by default on the calibrated machine; `measured` as for `step_cost`."""
+    """Simulate `plan` as the engine carries it out (`pricing.as_run`), by default on the calibrated machine.
+
+    Args:
+        measured: as for `step_cost`.
+    """
     result = _simulated(calibration, plan, on, measured)
     return Prediction(result.seconds, result.peak_bytes, result)
 
@@ -190,6 +195,7 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
         seconds: of a step, as `seconds_alone` counts them.
         update_seconds: in which the host updated.
     """
+    plan = as_run(calibration, plan)
     _, updating = _alone(calibration, plan)
     if updating and update_seconds:
         calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
@@ -207,6 +213,7 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
 
 def _alone(calibration: Calibration, plan: StreamingPlan) -> tuple[float, float]:
     """Seconds of a step with nothing of another one in it, until the host goes on; and of its updates on the host."""
+    plan = as_run(calibration, plan)
     line = _simulated(calibration, plan, None, plan, steps=1).timeline
     updates = [span for span in line.spans if span.kind is Kind.UPDATE and span.resource == HOST]
     others = [span for span in line.spans if span.kind is not Kind.UPDATE or span.resource != HOST]
@@ -223,6 +230,7 @@ def _simulated(
     *,
     steps: int = 3,
 ) -> StreamingResult:
+    plan = as_run(calibration, plan)
     found = planned_costs(calibration, plan)
     beside = step_cost(calibration, measured, train=plan.train)
     return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
@@ -240,19 +248,20 @@ def recommend(
     """The fastest window, resident chunks and activation policy that fit; see `simulate.choose`.
 
     Args:
-        base: what is not chosen: microbatches and the like.
+        base: what is not chosen: microbatches and the like; as for `predict`.
         windows, resident, checkpoint: what is chosen from; by default whatever may be best.
 
     Raises:
         ConfigurationError: nothing fits.
     """
-    base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
+    base = as_run(calibration, base or StreamingPlan(optimizer=Optimizer.OVERLAPPED))
+    more = as_run(calibration, twice(base))
     return choose(
         planned_costs(calibration, base),
         on or machine(calibration.rates),
         base=base,
         beside=step_cost(calibration, train=base.train),
-        doubled=planned_costs(calibration, replace(base, microbatches=2 * base.microbatches)),
+        doubled=(more, planned_costs(calibration, more)),
         windows=windows or WINDOWS,
         resident=resident,
         checkpoint=checkpoint,
@@ -274,7 +283,8 @@ def predict_pipeline(
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.
     """
     issue = calibration.issue
-    found = costs(calibration, schedule.microbatches)
+    plan = plan or PipelinePlan()
+    found = costs(calibration, schedule.microbatches, together=plan.accumulate is Accumulate.GPU)
     last = replace(found[-1], backward=found[-1].backward + calibration.outside)
     found[-1] = _issued_longer(last, backward=issue.loss)
     found[0] = _issued_longer(found[0], forward=issue.begin)
@@ -284,7 +294,7 @@ def predict_pipeline(
             f"first_chunks={list(first_chunks)}: give rising indices between 1 and {len(found) - 1}"
         )
     stages = [found[start:end] for start, end in itertools.pairwise(cuts)]
-    return simulate_pipeline(schedule, stages, plan or PipelinePlan(), machine(calibration.rates))
+    return simulate_pipeline(schedule, stages, plan, machine(calibration.rates))
 
 
 def _issued_longer(cost: ChunkCost, *, forward: float = 0.0, backward: float = 0.0) -> ChunkCost:

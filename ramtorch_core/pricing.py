@@ -56,8 +56,8 @@ def planned_costs(calibration: Calibration, plan: StreamingPlan) -> list[ChunkCo
 def as_run(calibration: Calibration, plan: StreamingPlan, room: float | None = None) -> StreamingPlan:
     """The plan as the engine carries it out: see `Updates`.
 
-    Updates run ahead of the norm of all gradients as far as there is room for copies, and sums of gradients of
-    half-precision masters on the host are published.
+    Where `plan.ahead` is left open, updates run ahead of the norm of all gradients as far as there is room for copies.
+    Sums of gradients of half-precision masters on the host are published.
 
     Args:
         room: bytes of host memory for those copies, at the most; None for as many as the engine takes where it can.
@@ -67,9 +67,10 @@ def as_run(calibration: Calibration, plan: StreamingPlan, room: float | None = N
     room = AHEAD_BYTES * trained if room is None else min(room, AHEAD_BYTES * trained)
     half = all(master_width(chunk) < FULL for chunk in calibration.chunks)
     kept_apart = plan.adds and half and plan.optimizer is not Optimizer.NONE
+    ahead = min(1.0, room / overwritten) if plan.clip and overwritten else 0.0
     return replace(
         plan,
-        ahead=min(1.0, room / overwritten) if plan.clip and overwritten else 0.0,
+        ahead=ahead if plan.ahead is None else plan.ahead,
         optimizer=Optimizer.PUBLISHED if kept_apart else plan.optimizer,
     )
 
@@ -163,6 +164,8 @@ def _cost(
     wide = max(summed, FULL * chunk.trained) if several and together else summed
     gradient_bytes = wide if several or published else chunk.gradient_bytes
     rounded = summed if published and wide > summed else 0.0  # beside the sum itself
+    sum_bytes = FULL * chunk.trained if several and not together and width < FULL else 0.0  # on the host
+    added = summed + sum_bytes  # crosses to the host while the sum comes
     shadow_bytes = chunk.weight_bytes if half else 0
     again_bytes = chunk.master_bytes if published and shadow_bytes else 0.0  # read once more
     again_bytes += 3 * gradient_bytes * (published and clip)  # read, read again, and written
@@ -184,7 +187,8 @@ def _cost(
         add=3 * summed / device_bytes,
         transfer=chunk.weight_bytes / rates.h2d,
         gradient=(gradient_bytes + rounded) / rates.d2h,
-        accumulate=summed / rates.accumulated if rates.accumulated else 0.0,
+        accumulate=((sum_bytes or summed) + added) / 2 / rates.accumulated if rates.accumulated else added / rates.d2h,
+        sum_bytes=sum_bytes,
         recall=gradient_bytes / rates.h2d,
         update=update,
         save=update * saved_bytes / update_bytes if update_bytes else 0.0,

@@ -39,7 +39,7 @@ from ramtorch_core.prediction import (
 )
 from ramtorch_core.pricing import as_run
 from ramtorch_core.simulate import Choice, Order, choose
-from ramtorch_core.simulate.choose import WINDOWS, pins
+from ramtorch_core.simulate.choose import WINDOWS, pins, twice
 from ramtorch_core.simulate.costs import resident_chunks
 from ramtorch_core.wishes import PLANNED, USABLE, Auto, Wish, bytes_of
 
@@ -174,9 +174,7 @@ class Tuner:
 
     def _as_updated(self, calibration: Calibration, plan: StreamingPlan) -> StreamingPlan:
         """The plan with updates as the last step made them: where that was scaled, none runs ahead."""
-        updates = self._streamer.updates
-        room = 0 if updates._room is None or updates._was_scaled else updates._room.nbytes
-        return as_run(calibration, plan, room)
+        return as_run(calibration, plan, self._streamer.updates.ahead.nbytes)
 
     def _fitted(self, calibration: Calibration, plan: StreamingPlan) -> Calibration:
         """The calibration with which the steps that were measured take as long as they took."""
@@ -211,20 +209,22 @@ def choose_for(
     Raises:
         ConfigurationError: nothing fits.
     """
-    found, half = planned_costs(calibration, base), half_precision(calibration)
+    base = as_run(calibration, base)
+    more, half = as_run(calibration, twice(base)), half_precision(calibration)
     usable = device.usable_bytes()
     given, free = wish.gpu_memory, None if usable is None else USABLE * usable
-    most = max(6, min(16, 512 // (len(found) * base.backwards)))  # so that it takes seconds
+    chunks = len(calibration.chunks)
+    most = max(6, min(16, 512 // (chunks * min(base.backwards, 8))))  # so that it takes seconds
     whole = machine(calibration.rates, free if given is None else PLANNED * given)
     return choose(
-        found,
+        planned_costs(calibration, base),
         replace(whole, gpu_whole=given),
         base=base,
         beside=replace(step_cost(calibration, measured, train=base.train), step_bytes=step_bytes),
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
-        resident=pins(len(found), most) if wish.pin == "auto" else (0,),
+        resident=pins(chunks, most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
-        doubled=planned_costs(calibration, replace(base, microbatches=2 * base.microbatches)),
+        doubled=(more, planned_costs(calibration, more)),
         variants={}
         if half is None
         else {"precision='bf16-mixed', by half the copies alone,": planned_costs(half, base)},

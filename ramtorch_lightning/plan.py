@@ -168,7 +168,7 @@ def _report(
         return [*lines, f"GPU      does not fit: {error}"], False
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]
-    needed, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * (base.ahead > 0)
+    needed, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * bool(base.ahead)
     verdict = "" if planned is None else ", as given"
     if options.ram is not None:
         verdict += f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"

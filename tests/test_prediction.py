@@ -71,9 +71,44 @@ def test_the_hosts_time_around_visits_counts_once_per_microbatch_and_between_ste
 def test_a_measured_rate_of_adding_gradients_replaces_twice_their_copy() -> None:
     known = replace(CALIBRATION, rates=replace(RATES, accumulated=2.0))
     assert costs(known, 2)[0].accumulate == 40 / 2.0
-    assert costs(CALIBRATION, 2)[0].accumulate == 0
+    assert costs(CALIBRATION, 2)[0].accumulate == costs(CALIBRATION, 2)[0].gradient
     plan = StreamingPlan(microbatches=2)
     assert predict(known, plan).seconds > predict(CALIBRATION, plan).seconds
+
+
+def test_sums_of_half_precision_masters_come_in_float32_and_leave_rounded_besides() -> None:
+    half = replace(CHUNK, master_bytes=20, weight_bytes=20)
+    for accumulated, seconds in ((2.0, (40 + 60) / 2 / 2.0), (None, 60 / 5.0)):
+        known = replace(CALIBRATION, chunks=(half,) * 3, rates=replace(RATES, accumulated=accumulated))
+        found = costs(known, 3)[0]
+        assert found.accumulate == seconds
+        assert found.added_bytes == (40, 60)
+        assert found.gradient_bytes == 20  # the first of them, and what the optimizer reads
+    plan = StreamingPlan(microbatches=3, window=3, checkpoint=False)
+    line = predict(known, plan).result.timeline
+    copies = [(span.label, dict(span.uses)) for span in line.spans if span.resource == "D2H"]
+    assert [label for label, _ in copies] == ["g2", "g1", "g0"] * 3
+    seconds = [20 / 5.0] * 3 + [12.0] * 6
+    crossed = [uses["PCIe both ways"] * each for (_, uses), each in zip(copies, seconds, strict=True)]
+    assert crossed == [20] * 3 + [40 + 60] * 6
+
+
+def test_plans_are_predicted_and_recommended_as_the_engine_carries_them_out() -> None:
+    """A quarter of AdamW's updates runs ahead, if nothing else is said; sums in half precision are published."""
+    plan = StreamingPlan(optimizer=Optimizer.OVERLAPPED, clip=True)
+    slow = replace(CALIBRATION, chunks=(CHUNK,) * 4, rates=replace(RATES, host_update=1.0))
+    quarter, none = (predict(slow, replace(plan, ahead=ahead)).seconds for ahead in (1 / 4, 0.0))
+    assert predict(slow, plan).seconds == quarter < none
+    alone = {"windows": (2,), "resident": (0,), "checkpoint": (True,)}
+    assert recommend(slow, base=plan, **alone).seconds == quarter  # type: ignore[arg-type]
+    half = replace(CALIBRATION, chunks=(replace(CHUNK, master_bytes=20, weight_bytes=20),) * 3)
+    plan = StreamingPlan(microbatches=2, optimizer=Optimizer.OVERLAPPED)
+    published = predict(half, replace(plan, optimizer=Optimizer.PUBLISHED)).seconds
+    assert predict(half, plan).seconds == published
+    assert recommend(half, base=plan, **alone).seconds == published  # type: ignore[arg-type]
+    offer = recommend(half, base=replace(plan, microbatches=1), **alone).offers[-1]  # type: ignore[arg-type]
+    assert offer.plan.optimizer is Optimizer.PUBLISHED
+    assert offer.seconds == published / 2
 
 
 def test_a_fitted_calibration_takes_as_long_as_the_measured_step() -> None:

@@ -41,6 +41,7 @@ def calibrations() -> dict[str, Any]:
 
 AHEAD: list[dict[str, Any]] = [
     {"ahead": 0.25, "pin": 0},
+    {"pin": 0},
     {"ahead": 0.6, "pin": 2, "microbatches": 2, "order": Order.CHUNK},
     {"ahead": 1.0, "pin": 0, "optimizer": Optimizer.JOINED},
     {"ahead": 1.0, "pin": 2},

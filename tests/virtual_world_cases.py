@@ -178,7 +178,8 @@ class World:
             streamer.conservative = False
             streamer.updates.run_on = plan.optimizer is Optimizer.OVERLAPPED
             streamed = sum(2 * WIDTH * hidden for i, (hidden, _) in enumerate(self.chunks) if i not in resident)
-            streamer.updates.ahead_bytes = round(plan.ahead * 12 * streamed)  # of masters and moments
+            if plan.ahead is not None:
+                streamer.updates.ahead_bytes = round(plan.ahead * 12 * streamed)  # of masters and moments
             loop = Loop(self, streamer, plan, x)
             loop.place(resident, moved=plan.updates is Optimizer.PUBLISHED)
             try:

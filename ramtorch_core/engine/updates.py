@@ -22,7 +22,7 @@ from ramtorch_core.memory.gradients import Gradients
 from ramtorch_core.memory.host import aligned
 from ramtorch_core.memory.staging import Stagings
 from ramtorch_core.memory.weights import Weight, WeightGroup
-from ramtorch_core.optim.ahead import Room, room_for
+from ramtorch_core.optim.ahead import Ahead
 from ramtorch_core.optim.compiled import adam_kernel
 from ramtorch_core.optim.device_updates import DeviceUpdater, updates_on_device
 from ramtorch_core.optim.norms import Norms
@@ -50,7 +50,8 @@ class Updates:
         updater: the updating thread, and what it has done.
         on_device: the same for what is updated on the device.
         watching: sees user code use masters.
-        ahead_bytes: of host memory, for held updates that run ahead; see `room_for`. 0 lets all of them wait.
+        ahead: whether held updates run ahead.
+        ahead_bytes: of host memory, for those that do; see `room_for`. 0 lets all of them wait.
         run_on: let updates run on into the next forward when the optimizer has stepped. Only if no code outside of
             scopes reads weights before `wait` was called.
     """
@@ -76,8 +77,7 @@ class Updates:
         self._norms = Norms()
         self._staging = Stagings(device)
         self.ahead_bytes: int | None = None
-        self._room: Room | None = None
-        self._was_scaled = True  # the step before, as far as is known: then updates would run ahead in vain
+        self.ahead = Ahead()
         self._recipes: dict[nn.Parameter, Recipe] | None = None
         self._held = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps the last updates are of
@@ -143,10 +143,7 @@ class Updates:
                 raise ConfigurationError(f"updates cannot overlap with backward: {reason}")
         self.wait()
         kernel = adam_kernel() if self._kernel == "auto" else None
-        ahead = hold and not self._was_scaled
-        if ahead and self._room is None:
-            self._room = room_for(self.inventory.groups, self.ahead_bytes)
-        self.updater.begin(kernel, self._room if ahead else None)
+        self.updater.begin(kernel, self.ahead.room(self.inventory.groups, self.ahead_bytes) if hold else None)
         self.on_device.begin(kernel)
         self._handed.clear()
         self._held, self._optimizers = hold, weakref.WeakSet(optimizers)
@@ -267,7 +264,8 @@ class Updates:
 
     def _release(self, scale: float) -> None:
         if self._held:
-            self._held, self._was_scaled = False, scale != 1.0
+            self._held = False
+            self.ahead.released(scale)
             self.updater.release(scale)
 
     # ------------------------------------------------------------------ who waits
@@ -316,19 +314,18 @@ class Updates:
         self.wait()
         self._handed.clear()
         self._staging.clear()
-        self._room = None
+        self.ahead.forget()
 
     def close(self) -> None:
         """Finish what is under way and end the threads. Idempotent."""
         for each in self._both:
             each.close()
         self._staging.clear()
-        self._room = None
+        self.ahead.forget()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that gradients on their way occupy, and copies of what runs ahead."""
-        copies = 0 if self._room is None else self._room.host_bytes()
-        return copies + self._staging.host_bytes()
+        return self.ahead.host_bytes() + self._staging.host_bytes()
 
     def _transfer(self) -> Event | None:
         return self.inventory.window.under_way() if self.inventory.built else None

@@ -73,6 +73,38 @@ class Room:
         return 0 if self._block is None else self.nbytes
 
 
+class Ahead:
+    """Whether held updates run ahead, and where they copy to: where the step before was not scaled, or all in vain."""
+
+    def __init__(self) -> None:
+        self._room: Room | None = None
+        self._was_scaled = True  # as far as is known
+
+    @property
+    def nbytes(self) -> int:
+        """Room for copies, in bytes of host memory, that the next step finds; 0 where all its updates wait."""
+        return 0 if self._room is None or self._was_scaled else self._room.nbytes
+
+    def room(self, groups: Iterable[WeightGroup], nbytes: int | None) -> Room | None:
+        """For the step that begins; None lets all its updates wait. Arguments as for `room_for`."""
+        if self._was_scaled:
+            return None
+        self._room = self._room or room_for(groups, nbytes)
+        return self._room
+
+    def released(self, scale: float) -> None:
+        """The step's gradients are scaled by so much."""
+        self._was_scaled = scale != 1.0
+
+    def forget(self) -> None:
+        """The groups will be others: give the memory back."""
+        self._room = None
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory allocated so far."""
+        return 0 if self._room is None else self._room.host_bytes()
+
+
 class Undo:
     """What updates of a group overwrite: masters and optimizer state.
 

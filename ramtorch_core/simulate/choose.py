@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
 from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
-from ramtorch_core.simulate.streaming import StreamingResult, simulate_streaming
+from ramtorch_core.simulate.streaming import Outline, StreamingResult, outline, simulate_streaming
 
 TOLERANCE = 0.002
 """Among plans whose step times differ by less than this part, the one that needs least GPU memory is chosen."""
@@ -98,7 +98,7 @@ def choose(
     resident: Sequence[int | tuple[int, ...]] | None = None,
     checkpoint: Sequence[bool] = (False, True),
     offers: bool = True,
-    doubled: Sequence[ChunkCost] | None = None,
+    doubled: tuple[StreamingPlan, Sequence[ChunkCost]] | None = None,
     variants: Mapping[str, Sequence[ChunkCost]] = MappingProxyType({}),
 ) -> Choice:
     """The fastest plan whose peak fits into `machine.gpu_bytes`.
@@ -112,7 +112,7 @@ def choose(
         beside: what a step costs that is in no chunk.
         resident: sets of chunks to compare; None for all of those counts.
         offers: also simulate what more memory and more microbatches would buy.
-        doubled: what the chunks cost with twice the microbatches; by default the same per microbatch.
+        doubled: `twice(base)` as it would be carried out, and what the chunks cost then; by default as without.
         variants: changes in words -> what the chunks would cost then; they are offered too.
 
     Raises:
@@ -121,10 +121,11 @@ def choose(
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     beside = beside or StepCost()
     knobs = _Knobs(windows, pins(len(chunks)) if resident is None else resident, checkpoint)
-    best, simulated = _search(chunks, machine, base, beside, knobs)
-    plan, result = best
+    (plan, _), simulated = _search(chunks, machine, base, beside, knobs)
+    result = simulate_streaming(chunks, plan, machine, beside)
     found: list[Offer] = []
-    for change, others, there, what in _changes(chunks, doubled or chunks, machine, base, variants) if offers else ():
+    more = doubled or (twice(base), chunks)
+    for change, others, there, what in _changes(chunks, more, machine, base, variants) if offers else ():
         with contextlib.suppress(ConfigurationError):  # it would not fit
             (other, its), count = _search(others, there, what, beside, knobs)
             simulated += count
@@ -144,7 +145,7 @@ def choose(
 
 def _changes(
     chunks: Sequence[ChunkCost],
-    doubled: Sequence[ChunkCost],
+    doubled: tuple[StreamingPlan, Sequence[ChunkCost]],
     machine: Machine,
     base: StreamingPlan,
     variants: Mapping[str, Sequence[ChunkCost]],
@@ -159,14 +160,20 @@ def _changes(
                 whole = f"{factor * machine.gpu_whole / 1e9:.1f} GB"
                 change = f"{factor:g} times the GPU memory ({whole}, of which the plan may take {planned})"
             yield change, chunks, larger, base
-    if base.batches > 1 and base.microbatches == 1:
-        twice = replace(base, batches=2 * base.batches)
-        yield f"{twice.batches} accumulated batches instead of {base.batches}", doubled, machine, twice
-    else:
-        twice = replace(base, microbatches=2 * base.microbatches)
-        yield f"{twice.microbatches} microbatches instead of {base.microbatches}", doubled, machine, twice
+    plan, others = doubled
+    what = f"{plan.microbatches} microbatches instead of {base.microbatches}"
+    if plan.microbatches == base.microbatches:
+        what = f"{plan.batches} accumulated batches instead of {base.batches}"
+    yield what, others, machine, plan
     for change, others in variants.items():
         yield change, others, machine, base
+
+
+def twice(base: StreamingPlan) -> StreamingPlan:
+    """The plan with twice the microbatches; twice the batches, where those accumulate and have one microbatch each."""
+    if base.batches > 1 and base.microbatches == 1:
+        return replace(base, batches=2 * base.batches)
+    return replace(base, microbatches=2 * base.microbatches)
 
 
 def describe(plan: StreamingPlan) -> str:
@@ -189,7 +196,7 @@ def _search(
     base: StreamingPlan,
     beside: StepCost,
     knobs: _Knobs,
-) -> tuple[tuple[StreamingPlan, StreamingResult], int]:
+) -> tuple[tuple[StreamingPlan, Outline], int]:
     limit = float("inf") if machine.gpu_bytes is None else machine.gpu_bytes
     families = sorted(
         (_least_seconds(chunks, machine, replace(base, pin=pin, checkpoint=recompute), beside), number, recompute)
@@ -197,7 +204,7 @@ def _search(
         for number, pin in enumerate(knobs.pins)
     )
     fastest = least = float("inf")
-    fitting: list[tuple[StreamingPlan, StreamingResult]] = []
+    fitting: list[tuple[StreamingPlan, Outline]] = []
     simulated = 0
     for soonest, number, recompute in families:
         pin = knobs.pins[number]
@@ -208,7 +215,7 @@ def _search(
             plan = replace(base, window=window, pin=pin, checkpoint=recompute)
             nbytes = bound = _least_bytes(chunks, plan, beside) + besides
             if nbytes <= limit:
-                result = simulate_streaming(chunks, plan, machine, beside)
+                result = outline(chunks, plan, machine, beside)
                 simulated, nbytes = simulated + 1, result.peak_bytes
                 if base.updates is not Optimizer.GPU:  # whose state comes and goes with time, not in order
                     besides += nbytes - bound  # the same for each window: only slots differ

@@ -31,6 +31,8 @@ class ChunkCost:
         gradient: seconds to copy its gradient to the host.
         accumulate: seconds to add it to the sum on the host, on the device and back; 0 for `gradient`:
             it comes in piece by piece while it leaves.
+        sum_bytes: that sum, if it is in a wider dtype than the gradient that crosses, which then is rounded from it and
+            leaves beside it.
         recall: seconds to bring the sum on the host back to the device, to be added to there.
         update: seconds of the optimizer on the host.
         save: seconds that this takes longer ahead of the norm of all gradients, to copy what it overwrites.
@@ -65,6 +67,7 @@ class ChunkCost:
     transfer: float = 0.0
     gradient: float = 0.0
     accumulate: float = 0.0
+    sum_bytes: float = 0
     recall: float = 0.0
     update: float = 0.0
     save: float = 0.0
@@ -129,6 +132,11 @@ class ChunkCost:
     def forward_seconds(self, resident: bool) -> float:
         """Seconds of compute of a forward visit."""
         return self.forward + self.cast * resident
+
+    @property
+    def added_bytes(self) -> tuple[float, float]:
+        """Bytes that come to the device, and that leave it, to add its gradient to the sum on the host."""
+        return self.sum_bytes or self.gradient_bytes, self.sum_bytes + self.gradient_bytes
 
     @property
     def sums_in_full(self) -> bool:

@@ -58,7 +58,7 @@ class StreamingPlan:
         clip: the norm of all gradients is wanted before any update.
         ahead: part, 0 to 1, of what updates overwrite for which the host has room for copies: these updates, the first
             whose gradients come, run ahead of that norm. Nothing is clipped then; where it is, all of them wait, as
-            with 0.
+            with 0. None: simulators take 0, and predictions what the engine makes of it, see `pricing.as_run`.
 
     Raises:
         ConfigurationError: fewer than one slot, batch, microbatch or staging buffer, or no such part.
@@ -76,7 +76,7 @@ class StreamingPlan:
     staging: int | None = 4
     recast: bool = False
     clip: bool = False
-    ahead: float = 0.0
+    ahead: float | None = None
 
     @property
     def backwards(self) -> int:
@@ -129,7 +129,7 @@ class StreamingPlan:
             raise ConfigurationError(f"microbatches={self.microbatches}: a batch needs at least 1")
         if self.batches < 1:
             raise ConfigurationError(f"batches={self.batches}: a step needs at least 1")
-        if not 0 <= self.ahead <= 1:
+        if self.ahead is not None and not 0 <= self.ahead <= 1:
             raise ConfigurationError(f"ahead={self.ahead}: a part of the updates is between 0 and 1")
         if self.staging is not None and self.staging < 1:
             raise ConfigurationError(f"staging={self.staging}: a gradient needs at least 1 buffer on its way")

@@ -197,9 +197,8 @@ class Lane:
         """
         cost = self.chunks[chunk]
         seconds = (cost.accumulate or cost.gradient) if add else cost.gradient
-        uses = traffic(cost.gradient_bytes * (1 + add), seconds, HOST_MEMORY, self.bus)
-        if add or back:
-            uses |= traffic(cost.gradient_bytes, seconds, self.inward)
+        came, left = cost.added_bytes if add else (cost.gradient_bytes * back, cost.gradient_bytes * (not back))
+        uses = traffic(came + left, seconds, HOST_MEMORY, self.bus) | traffic(came, seconds, self.inward)
         needs = [visit, room, self.issued]
         task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)
         if room is not None:

@@ -21,14 +21,24 @@ class Steps:
     `StreamingPlan.optimizer` says; what it issues afterwards cannot begin before. Slots are planned anew for each pass
     over the chunks. Gradients of resident chunks stay until the backward of the next step begins.
 
+    Args:
+        merged: of microbatches side by side, take those after the second as one that is as long as all of them.
+
     Attributes:
         first: per step its first visit.
     """
 
     def __init__(
-        self, chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine, beside: StepCost | None = None
+        self,
+        chunks: Sequence[ChunkCost],
+        plan: StreamingPlan,
+        machine: Machine,
+        beside: StepCost | None = None,
+        *,
+        merged: bool = False,
     ) -> None:
         self.chunks, self.plan, self._beside = chunks, plan, beside or StepCost()
+        self._merged = plan.together - 2 if merged and plan.together > 3 else 1  # microbatches in the last one
         self._where = plan.updates
         self._held = plan.clip and self._where in (Optimizer.JOINED, Optimizer.OVERLAPPED)
         free: dict[str, Key] = {HOST: self._urgency}
@@ -75,7 +85,8 @@ class Steps:
         if plan.recast:
             self.lane.stale = set(range(count)) - self.lane.resident
         for m in range(0, plan.backwards, plan.together):
-            self._pass(range(m, m + plan.together))
+            group = range(m, m + plan.together)
+            self._pass(group if self._merged == 1 else (*group[:2], group[-1]))
         self.first.append(self._forwards[0, 0])
         known = self._latest if self._since is None else self._since  # the norm
         lowest_fits = len(self._saves) == len(self._arrived)  # it comes first when the backward is over
@@ -106,10 +117,15 @@ class Steps:
             self._over = self.work.join([end, self.lane.issued, *self._arrived.values()])
             self._since = self.work.join([self._latest, self._over]) if plan.clip else self._over
 
+    def _many(self, m: int) -> int:
+        """How many microbatches are simulated as this one."""
+        return self._merged if (m + 1) % self.plan.together == 0 else 1
+
     def _forward(self, chunk: int, m: int) -> None:
         cost, label = self.chunks[chunk], self._label("F", chunk, m)
         resident = chunk in self.lane.resident
-        seconds, issue = cost.forward_seconds(resident), cost.issue_seconds(backward=False, resident=resident)
+        seconds = self._many(m) * cost.forward_seconds(resident)
+        issue = self._many(m) * cost.issue_seconds(backward=False, resident=resident)
         self._latest = self.lane.visit(chunk, Direction.FORWARD, Kind.FORWARD, seconds, label, issue=issue)
         self._forwards[chunk, m] = self._latest
         if self.plan.checkpoint or not self.plan.train:
@@ -120,9 +136,10 @@ class Steps:
         plan, beside, lane = self.plan, self._beside, self.lane
         lane.let_host_write()
         for m in group:
-            lane.spend(beside.issue_loss, "loss")
+            many = self._many(m)
+            lane.spend(many * beside.issue_loss, "loss")
             if beside.loss or beside.loss_bytes or beside.turn_bytes:
-                self._latest = lane.step(Kind.LOSS, beside.loss, self._label("L", "", m), [self._latest])
+                self._latest = lane.step(Kind.LOSS, many * beside.loss, self._label("L", "", m), [self._latest])
             if len(group) == 1 or not plan.train:
                 lane.hold(beside.loss_bytes, self._latest, self._latest)
             self._losses[m] = self._latest
@@ -143,22 +160,25 @@ class Steps:
 
     def _backward(self, chunk: int, m: int) -> None:
         cost, plan, before, lane = self.chunks[chunk], self.plan, self._latest, self.lane
-        resident = chunk in lane.resident
-        seconds = cost.backward_seconds(checkpoint=plan.checkpoint, resident=resident, adds=m > 0)
-        issue = cost.issue_seconds(backward=True, checkpoint=plan.checkpoint, resident=resident)
+        resident, many = chunk in lane.resident, self._many(m)
+        seconds = many * cost.backward_seconds(checkpoint=plan.checkpoint, resident=resident, adds=m > 0)
+        issue = many * cost.issue_seconds(backward=True, checkpoint=plan.checkpoint, resident=resident)
         visit = self._latest = lane.visit(
             chunk, Direction.BACKWARD, Kind.BACKWARD, seconds, self._label("B", chunk, m), issue=issue
         )
         forward = self._forwards[chunk, m]
-        lane.hold(cost.held_bytes(plan.checkpoint), forward, visit)
+        lane.hold(many * cost.held_bytes(plan.checkpoint), forward, visit)
         first = chunk == len(self.chunks) - 1
         if first and plan.together > 1:  # all microbatches' losses wait for the first backward
-            lane.hold(self._beside.loss_bytes, self._losses[m], visit)
+            lane.hold(many * self._beside.loss_bytes, self._losses[m], visit)
         work = self._beside.first_bytes if first else self._beside.work_bytes
         lane.hold(work + cost.made_bytes(plan.checkpoint), visit, visit)
         self._update_on_gpu()
         if resident:
-            lane.hold(cost.cast_bytes, visit if plan.checkpoint else forward, visit)
+            if plan.checkpoint:
+                lane.hold(cost.cast_bytes, visit, visit)
+            else:
+                lane.hold(many * cost.cast_bytes, forward, visit)
             lane.hold(cost.passing_bytes, visit, visit)
             self._left.setdefault(chunk, visit)
         else:
@@ -227,7 +247,7 @@ class Steps:
             return frozenset()
         order = [chunk for chunk in reversed(range(len(self.chunks))) if chunk not in self.lane.resident]
         sizes = [self.chunks[chunk].saved_bytes or 1.0 for chunk in order]
-        room = self.plan.ahead * sum(sizes) * (1 + 1e-9)
+        room = (self.plan.ahead or 0.0) * sum(sizes) * (1 + 1e-9)
         return frozenset(chunk for chunk, size in zip(order, itertools.accumulate(sizes), strict=True) if size <= room)
 
     def _update_ahead(self, chunk: int, arrived: int) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.clock import COMPUTE, Kind
-from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost
-from ramtorch_core.simulate.knobs import StreamingPlan
+from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
+from ramtorch_core.simulate.knobs import Optimizer, StreamingPlan
 from ramtorch_core.simulate.steps import HOST, Steps
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
-__all__ = ["StreamingResult", "simulate_streaming"]
+__all__ = ["Outline", "StreamingResult", "outline", "simulate_streaming"]
 
 
 MAX_VISITS = 200_000
 """Some minutes of simulation."""
+
+PASSES = 3, 5
+"""Of which steps the length of longer ones is told: the first and the last differ from those between."""
 
 COPIES_IN, COPIES_OUT = frozenset({Kind.TRANSFER, Kind.STATE}), frozenset({Kind.GRADIENT, Kind.STATE})
 
@@ -61,11 +64,15 @@ def simulate_streaming(
     beside: StepCost | None = None,
     *,
     steps: int = 3,
+    merged: bool = False,
 ) -> StreamingResult:
     """Run `steps` steps on a virtual clock and report the last.
 
     A step lasts from the start of its first visit to that of the next step's. With `steps=1` it is a single cold step:
     from nothing on the GPU to the end of its last copy or update.
+
+    Args:
+        merged: as for `Steps`: the same times and peaks, told sooner.
 
     Raises:
         ConfigurationError: no chunk, no step, a resident index out of range, or more than `MAX_VISITS` visits.
@@ -74,13 +81,14 @@ def simulate_streaming(
         raise ConfigurationError("0 chunks: there is nothing to simulate; give at least 1")
     if steps < 1:
         raise ConfigurationError(f"{steps} steps: at least 1 is needed")
-    visits = 2 * len(chunks) * plan.backwards * (steps + (steps > 1))
+    passes = plan.backwards // plan.together
+    visits = 2 * len(chunks) * passes * (min(3, plan.together) if merged else plan.together) * (steps + (steps > 1))
     if visits > MAX_VISITS:
         batches = f"batches={plan.batches}, " * (plan.batches > 1)
         said = f"{len(chunks)} chunks (layers), {batches}microbatches={plan.microbatches} and {steps} steps"
         raise ConfigurationError(f"{said} are {visits:,} visits; at most {MAX_VISITS:,} are simulated")
     machine = machine or Machine()
-    run = Steps(chunks, plan, machine, beside)
+    run = Steps(chunks, plan, machine, beside, merged=merged)
     for _ in range(steps + (steps > 1)):
         run.lay_out()
     run.end()
@@ -102,3 +110,36 @@ def simulate_streaming(
         transfers=lane.transfers // len(run.first),
         timeline=line,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Seconds of a step and the peak of its memory, as in `StreamingResult`."""
+
+    seconds: float
+    peak_bytes: float
+
+
+def outline(
+    chunks: Sequence[ChunkCost], plan: StreamingPlan, machine: Machine | None = None, beside: StepCost | None = None
+) -> Outline:
+    """What `simulate_streaming` finds, but for rounding, mostly without walking through each of many microbatches.
+
+    Those side by side are merged. Passes over all chunks that follow each other take equally long, but for the first
+    and the last, as long as the host waits for the end of each, as it does where gradients arrive.
+    """
+
+    def walked(passes: int | None = None) -> Outline:
+        fewer = plan
+        if passes is not None:
+            fewer = replace(plan, batches=passes, microbatches=plan.together)
+        result = simulate_streaming(chunks, fewer, machine, beside, merged=plan.updates is not Optimizer.GPU)
+        return Outline(result.seconds, result.peak_bytes)
+
+    passes, (few, more) = plan.backwards // plan.together, PASSES
+    arrives = len(resident_chunks(plan.pin, len(chunks))) < len(chunks) or beside is None or beside.awaited
+    if passes <= more or not (plan.train and arrives) or plan.updates is Optimizer.GPU:
+        return walked()
+    short, long = walked(few), walked(more)
+    each = (long.seconds - short.seconds) / (more - few)
+    return replace(long, seconds=long.seconds + (passes - more) * each)

@@ -18,6 +18,7 @@ from ramtorch_core import RamtorchError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim import updater as module
+from ramtorch_core.optim.ahead import Ahead as Rooms
 from ramtorch_core.optim.ahead import Room, Undo, room_for
 from ramtorch_core.optim.compiled import adam_kernel
 from ramtorch_core.optim.steps import Recipe, WeightUpdate, update
@@ -168,6 +169,22 @@ def test_room_takes_three_bytes_per_trained_parameter_and_a_quarter_of_the_memor
     assert room_for([made.group], 17).nbytes == 17
     monkeypatch.setattr("ramtorch_core.optim.ahead.available_bytes", lambda: 100)
     assert room_for([made.group], None).nbytes == 25
+
+
+def test_steps_after_one_that_was_not_scaled_find_room_until_the_groups_are_others() -> None:
+    made, rooms = Updated(OPTIMIZERS["AdamW"], torch.float32), Rooms()
+    assert rooms.room([made.group], 17) is None  # nothing is known of a step before the first
+    rooms.released(1.0)
+    room = rooms.room([made.group], 17)
+    assert room is rooms.room([made.group], 17) is not None
+    assert rooms.nbytes == 17
+    rooms.released(0.5)
+    assert rooms.room([made.group], 17) is None
+    assert rooms.nbytes == 0
+    rooms.released(1.0)
+    assert rooms.nbytes == 17
+    rooms.forget()
+    assert rooms.nbytes == rooms.host_bytes() == 0
 
 
 def run_ahead(work: Work, *indices: int, room: int = 1 << 16) -> None:
