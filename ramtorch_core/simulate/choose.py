@@ -228,9 +228,10 @@ def _search(
             fitting.append((plan, result))
     if not fitting:
         of = "" if machine.gpu_whole is None else f" (a plan's part of {machine.gpu_whole / 1e9:.2f} GB)"
+        fewer = " Use fewer microbatches at once, or smaller ones" if base.together > 1 else " Use smaller microbatches"
         raise DoesNotFit(
             f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory{of}: about "
-            f"{least / 1e9:.2f} GB are needed. Use smaller chunks or smaller microbatches"
+            f"{least / 1e9:.2f} GB are needed.{fewer}, or smaller chunks"
         )
     close = [entry for entry in fitting if entry[1].seconds <= fastest * (1 + TOLERANCE)]
     return min(close, key=lambda entry: (entry[1].peak_bytes, entry[1].seconds)), simulated

@@ -151,3 +151,6 @@ def test_memory_outside_of_chunks_counts() -> None:
 def test_what_cannot_fit_is_refused_with_both_numbers_and_a_remedy() -> None:
     with pytest.raises(ConfigurationError, match=r"fits into 0\.50 GB .* about 1\.\d\d GB are needed\. Use smaller"):
         choose(model(), Machine(gpu_bytes=0.5e9))
+    side = StreamingPlan(microbatches=64, order=Order.CHUNK)
+    with pytest.raises(ConfigurationError, match="Use fewer microbatches at once, or smaller ones, or smaller chunks"):
+        choose(model(), Machine(gpu_bytes=0.5e9), base=side)
