@@ -112,7 +112,7 @@ def from_config(path: str) -> Configuration:
     clip = trainer.get("gradient_clip_val") or 0
     if not isinstance(clip, int | float):
         raise ConfigurationError(f"gradient_clip_val={clip!r}: it must be a number")
-    if given.get("activations", "auto") not in ("auto", "keep", "checkpoint"):
+    if given.get("activations", "auto") not in ("auto", "keep", "checkpoint", "recompute"):
         raise ConfigurationError(f"activations={given['activations']!r}: use 'keep', 'checkpoint' or 'auto'")
     if given.get("window", "auto") != "auto":
         _whole(given, "window")

@@ -200,6 +200,7 @@ def test_knobs_that_are_auto_are_chosen_and_the_others_stay(
     for knobs, expected in (
         ("window: auto, pin: auto, activations: auto", (None, None, (False, True))),
         ("window: 3, pin: auto, activations: keep", ((3,), None, (False,))),
+        ("pin: auto, activations: recompute", (None, None, (True,))),
         ("window: auto, pin: [blocks.1]", (None, ((1,),), (False, True))),
     ):
         code, text = plan("--config", write(tmp_path, offload(knobs)), *MACHINE, capsys=capsys)
