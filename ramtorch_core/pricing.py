@@ -67,12 +67,9 @@ def as_run(calibration: Calibration, plan: StreamingPlan, room: float | None = N
     room = AHEAD_BYTES * trained if room is None else min(room, AHEAD_BYTES * trained)
     half = all(master_width(chunk) < FULL for chunk in calibration.chunks)
     kept_apart = plan.adds and half and plan.optimizer is not Optimizer.NONE
-    ahead = min(1.0, room / overwritten) if plan.clip and overwritten else 0.0
-    return replace(
-        plan,
-        ahead=ahead if plan.ahead is None else plan.ahead,
-        optimizer=Optimizer.PUBLISHED if kept_apart else plan.optimizer,
-    )
+    plan = replace(plan, optimizer=Optimizer.PUBLISHED) if kept_apart else plan
+    ahead = min(1.0, room / overwritten) if plan.held and overwritten else 0.0
+    return replace(plan, ahead=ahead if plan.ahead is None else plan.ahead)
 
 
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:

@@ -102,6 +102,11 @@ class StreamingPlan:
         return Optimizer.OVERLAPPED if self.optimizer is Optimizer.GPU else self.optimizer
 
     @property
+    def held(self) -> bool:
+        """Whether updates wait for the norm of all gradients, unless they run ahead of it."""
+        return self.clip and self.updates in (Optimizer.JOINED, Optimizer.OVERLAPPED)
+
+    @property
     def adds(self) -> bool:
         """Whether gradients are added to what is on the host."""
         on_host = self.order is Order.MICROBATCH and self.accumulate is Accumulate.HOST

@@ -40,7 +40,7 @@ class Steps:
         self.chunks, self.plan, self._beside = chunks, plan, beside or StepCost()
         self._merged = plan.together - 2 if merged and plan.together > 3 else 1  # microbatches in the last one
         self._where = plan.updates
-        self._held = plan.clip and self._where in (Optimizer.JOINED, Optimizer.OVERLAPPED)
+        self._held = plan.held
         free: dict[str, Key] = {HOST: self._urgency}
         if self._where is Optimizer.GPU:
             free["H2D"] = self._weights_first

@@ -224,8 +224,9 @@ def test_what_the_trainer_and_the_strategy_are_told_is_planned_for(
     assert (base.microbatches, base.batches, base.order) == (1, 4, Order.MICROBATCH)
     assert (base.optimizer, base.clip) == (Optimizer.OVERLAPPED, True)
     value = clips + "\n  gradient_clip_algorithm: value"
-    plan("--config", write(tmp_path, offload("window: 2"), trainer=value), *MACHINE, capsys=capsys)
+    _, text = plan("--config", write(tmp_path, offload("window: 2"), trainer=value), *MACHINE, capsys=capsys)
     assert asked.pop()[1].optimizer is Optimizer.PUBLISHED
+    assert "copies to undo" not in text
     plan("--config", write(tmp_path, offload("window: 2")), *MACHINE, "--precision", "16", capsys=capsys)
     assert asked.pop()[1].optimizer is Optimizer.PUBLISHED  # a scaler looks at gradients
 
