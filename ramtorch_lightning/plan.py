@@ -179,13 +179,13 @@ def _report(
 
 def _base(chosen: Configuration, options: argparse.Namespace) -> StreamingPlan:
     """What is not chosen, as the Trainer would make it."""
-    microbatches = options.microbatches or chosen.microbatches
+    microbatches, batches = options.microbatches or chosen.microbatches, options.accumulate or chosen.accumulate
     scales = _precision(chosen, options) == "16-mixed"
     published = scales or (chosen.clips and chosen.by_value) or chosen.strategy.get("gradients") == "published"
     return StreamingPlan(
         microbatches=microbatches,
-        batches=options.accumulate or chosen.accumulate,
-        order=Order.CHUNK if microbatches > 1 else Order.MICROBATCH,
+        batches=batches,
+        order=Order.CHUNK if microbatches > 1 or batches == 1 else Order.MICROBATCH,  # more of them go side by side
         optimizer=Optimizer.PUBLISHED if published else Optimizer.OVERLAPPED,
         clip=chosen.clips,
     )

@@ -66,11 +66,11 @@ class BatchTuner:
         if self._path is None:
             return StreamingPlan(optimizer=Where.NONE, train=False)
         runs_on = Where.OVERLAPPED if self._streamer.updates.run_on else Where.JOINED
-        together = self._microbatches > 1
+        microbatches, batches = self._microbatches, self._trainer.accumulate_grad_batches
         return StreamingPlan(
-            microbatches=self._microbatches,
-            batches=self._trainer.accumulate_grad_batches,
-            order=Order.CHUNK if together else Order.MICROBATCH,
+            microbatches=microbatches,
+            batches=batches,
+            order=Order.CHUNK if microbatches > 1 or batches == 1 else Order.MICROBATCH,  # more of them go side by side
             optimizer=runs_on if self._path.overlaps else Where.PUBLISHED,
             recast=self._streamer.conservative,
             clip=bool(self._trainer.gradient_clip_val),

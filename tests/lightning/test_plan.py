@@ -247,6 +247,17 @@ def test_an_update_comes_after_several_batches_of_microbatches(tmp_path: Path, c
     assert seconds("--accumulate", "2")[0] > batch  # the same update after half of them
 
 
+def test_more_microbatches_are_offered_as_they_would_run(capsys: Any) -> None:
+    """Side by side, as `n_microbatches=` has them."""
+    seconds, offered = [], [""]
+    for count in ("1", "2"):
+        _, text = plan(here("Large"), *MACHINE, "--batch", "4096", "--microbatches", count, capsys=capsys)
+        (found,) = re.findall(r"([\d.]+) s per step", text)
+        seconds.append(float(found))
+        offered = re.findall(r"2 microbatches instead of 1 would buy (\d+) % less", text) or offered
+    assert float(offered[0]) == pytest.approx(100 * (1 - seconds[1] / 2 / seconds[0]), abs=0.6)
+
+
 def test_updates_run_ahead_of_the_norm_as_far_as_the_rest_of_the_host_allows(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
