@@ -15,8 +15,8 @@ from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 __all__ = ["Outline", "StreamingResult", "outline", "simulate_streaming"]
 
 
-MAX_VISITS = 200_000
-"""Some minutes of simulation."""
+MAX_VISITS = 1_000_000
+"""About a minute of simulation, and two gigabytes."""
 
 PASSES = 3, 5
 """Of which steps the length of longer ones is told: the first and the last differ from those between."""
