@@ -160,7 +160,6 @@ def _cost(
     half, several = chunk.weight_bytes < chunk.master_bytes, microbatches > 1
     wide = max(summed, FULL * chunk.trained) if several and together else summed
     gradient_bytes = wide if several or published else chunk.gradient_bytes
-    rounded = summed if published and wide > summed else 0.0  # beside the sum itself
     sum_bytes = FULL * chunk.trained if several and not together and width < FULL else 0.0  # on the host
     added = summed + sum_bytes  # crosses to the host while the sum comes
     shadow_bytes = chunk.weight_bytes if half else 0
@@ -183,7 +182,7 @@ def _cost(
         cast=(chunk.master_bytes + chunk.weight_bytes) / device_bytes if half else 0.0,
         add=3 * summed / device_bytes,
         transfer=chunk.weight_bytes / rates.h2d,
-        gradient=(gradient_bytes + rounded) / rates.d2h,
+        gradient=gradient_bytes / rates.d2h,
         accumulate=((sum_bytes or summed) + added) / 2 / rates.accumulated if rates.accumulated else added / rates.d2h,
         sum_bytes=sum_bytes,
         recall=gradient_bytes / rates.h2d,

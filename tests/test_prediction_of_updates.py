@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from virtual_world_cases import WIDTH, Times, World
 
 from ramtorch_core.engine.rates import Rates
@@ -72,3 +73,15 @@ def test_steps_of_several_batches_of_microbatches_side_by_side_take_as_long_as_p
         plan = StreamingPlan(**{"microbatches": 2, "order": Order.CHUNK, "optimizer": Optimizer.OVERLAPPED, **knobs})
         found = predict(calibrations[limit], plan, Machine()).seconds
         assert WORLDS[limit].train(plan, steps=4)[0] == pytest.approx(found), plan
+
+
+def test_sums_of_gradients_in_half_precision_take_as_long_as_predicted() -> None:
+    """They are in float32, and leave rounded besides where they are published."""
+    rates = replace(WORLDS["compute"].rates, d2h=CHUNK / (40 * MS), accumulated=CHUNK / (60 * MS))  # what limits
+    slow = replace(WORLDS["compute"], dtype=torch.bfloat16, rates=rates)
+    calibration = replace(slow.calibrate(), between=slow.between)
+    side = {"microbatches": 2, "order": Order.CHUNK}
+    for knobs in (side, {**side, "batches": 2}, {**side, "optimizer": Optimizer.PUBLISHED}, {"microbatches": 3}):
+        plan = StreamingPlan(**{"pin": 0, "optimizer": Optimizer.OVERLAPPED, **knobs})  # type: ignore[arg-type]
+        found = predict(calibration, plan, Machine()).seconds
+        assert slow.train(plan, steps=4)[0] == pytest.approx(found, rel=5e-3), plan

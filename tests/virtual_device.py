@@ -322,7 +322,9 @@ class VirtualGradients(Gradients):
         device: Any = self.device
         if run.add:
             nbytes = sum(weight.parameter.nbytes for weight in run.weights)
-            device.copied += nbytes / device.rates.accumulated - nbytes / device.rates.d2h
+            half = run.weights[0].parameter.dtype.itemsize == 2  # the sum comes in float32, and leaves rounded besides
+            came, left = (2 * nbytes, 3 * nbytes) if half else (nbytes, nbytes)
+            device.copied += (came + left) / 2 / device.rates.accumulated - left / device.rates.d2h
 
 
 class VirtualWindow(Window):

@@ -288,6 +288,7 @@ class Gradients:
         known = gradient.widened() is not None
         if gradient.wide is None:
             gradient.wide = book.widen(run.weights[0])
+        self.copied_bytes += gradient.wide.nbytes
 
         def store(buffer: Tensor, _: Tensor, wide: Tensor, narrow: Tensor) -> None:
             wide.copy_(buffer, non_blocking=True)

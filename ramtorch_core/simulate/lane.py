@@ -183,6 +183,7 @@ class Lane:
         add: bool = False,
         back: bool = False,
         room: int | None = None,
+        rounded: bool = False,
         nbytes: float | None = None,
         since: int | None = None,
     ) -> int:
@@ -192,12 +193,16 @@ class Lane:
             add: to what is there.
             back: bring what is there back instead, and add to it on the GPU.
             room: the task that makes room for it; until then, the host issues nothing else.
+            rounded: it leaves in the master's dtype too, beside a sum in a wider one.
             nbytes: that it takes on the GPU, by default what a backward leaves.
             since: the task since which it is there, by default `visit`.
         """
         cost = self.chunks[chunk]
         seconds = (cost.accumulate or cost.gradient) if add else cost.gradient
         came, left = cost.added_bytes if add else (cost.gradient_bytes * back, cost.gradient_bytes * (not back))
+        if rounded:
+            left += cost.own_gradient_bytes
+            seconds *= left / cost.gradient_bytes
         uses = traffic(came + left, seconds, HOST_MEMORY, self.bus) | traffic(came, seconds, self.inward)
         needs = [visit, room, self.issued]
         task = self.work.add(self.d2h, f"g{chunk}", Kind.GRADIENT, seconds, needs, uses)

@@ -208,7 +208,11 @@ class Steps:
             if overlaps and not add and plan.staging is not None and len(self._overlapping) >= plan.staging:
                 room = self._overlapping[-plan.staging]  # a sum on the host needs no buffer besides
             nbytes = cost.gradient_bytes if stays and m else None
-            arrived = self.lane.send_gradient(chunk, visit, add=add, room=room, nbytes=nbytes, since=since)
+            published = not last or self._where in (Optimizer.NONE, Optimizer.PUBLISHED)
+            rounded = together and cost.sums_in_full and published
+            arrived = self.lane.send_gradient(
+                chunk, visit, add=add, room=room, rounded=rounded, nbytes=nbytes, since=since
+            )
             self._arrived[chunk] = arrived
             self._gradient_since.pop(chunk, None)
             if overlaps:

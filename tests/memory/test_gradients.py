@@ -142,6 +142,16 @@ def test_half_precision_masters_add_in_float32_and_round_once_per_backward():
     assert total.bfloat16() != 1.0
 
 
+def test_sums_in_float32_count_among_the_bytes_that_leave_and_so_do_rounded_ones() -> None:
+    store, made = Gradients(CPU), group((3, 5), dtype=torch.bfloat16)
+    copied = []
+    for _ in range(3):
+        receive(store, made, 1.0)
+        store.finish()
+        copied.append(store.copied_bytes)
+    assert copied == [2 * 15, (2 + 6) * 15, (2 + 6 + 6) * 15]
+
+
 def test_a_half_precision_gradient_that_the_user_wrote_is_the_new_beginning():
     store, made = Gradients(CPU), group((4,), dtype=torch.bfloat16)
     for value in (1.0, 0.001):
