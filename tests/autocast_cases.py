@@ -1,5 +1,7 @@
 """Ways to use a weight under autocast, and a training step under it."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,18 @@ from torch import Tensor, nn
 
 HALVES = [torch.bfloat16, torch.float16]
 halves = pytest.mark.parametrize("dtype", HALVES)
+
+
+@cache
+def lstm_runs_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU trains an LSTM in half precision: with AVX2 alone it has no kernel, in float16 few have."""
+    try:
+        with torch.autocast("cpu", dtype):
+            output, _ = nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+        output.sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def training(dtype: torch.dtype, *size: int, microbatches: int = 1, remember: bool = False):
