@@ -18,7 +18,7 @@ from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
-from ramtorch_core.pricing import as_run, costs, half_precision, planned_costs, step_cost
+from ramtorch_core.pricing import as_run, costs, doubled, half_precision, planned_costs, step_cost
 from ramtorch_core.simulate import (
     Accumulate,
     Choice,
@@ -35,7 +35,7 @@ from ramtorch_core.simulate import (
     simulate_pipeline,
     simulate_streaming,
 )
-from ramtorch_core.simulate.choose import WINDOWS, twice
+from ramtorch_core.simulate.choose import WINDOWS
 from ramtorch_core.simulate.clock import Kind
 from ramtorch_core.simulate.steps import HOST
 from ramtorch_core.wishes import usable_of
@@ -100,8 +100,8 @@ def calibrate(
 ) -> Calibration:
     """Measure what the chunks of `module` cost, by training a few steps on one microbatch, streamed and checkpointed.
 
-    Weights and gradients stay as they are. It takes the time of about seven steps, and, the first time on a machine,
-    some seconds for its rates, which are then kept in the user's cache folder.
+    Weights and gradients stay as they are. It takes the time of about fifteen steps, and, the first time on a
+    machine, some seconds for its rates, which are then kept in the user's cache folder.
 
     Args:
         module: its parameters are on the host.
@@ -171,7 +171,7 @@ def predict(
     Args:
         measured: as for `step_cost`.
     """
-    result = _simulated(calibration, plan, on, measured)
+    result = _simulated(calibration, as_run(calibration, plan), on, measured)
     return Prediction(result.seconds, result.peak_bytes, result)
 
 
@@ -180,7 +180,7 @@ def seconds_alone(calibration: Calibration, plan: StreamingPlan) -> float:
 
     Updates that may run on into the next step do not count.
     """
-    return _alone(calibration, plan)[0]
+    return _alone(calibration, as_run(calibration, plan))[0]
 
 
 def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update_seconds: float) -> Calibration:
@@ -201,7 +201,7 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
         calibration = replace(calibration, update_factor=calibration.update_factor * update_seconds / updating)
     published = plan.updates is Optimizer.PUBLISHED and updating > 0
     for _ in range(FITTING):  # what limits the step may hide a part of the time that is added
-        unexplained = seconds - seconds_alone(calibration, plan)
+        unexplained = seconds - _alone(calibration, plan)[0]
         if unexplained <= 1e-4 * seconds:
             break
         if published:
@@ -213,7 +213,6 @@ def fitted(calibration: Calibration, plan: StreamingPlan, seconds: float, update
 
 def _alone(calibration: Calibration, plan: StreamingPlan) -> tuple[float, float]:
     """Seconds of a step with nothing of another one in it, until the host goes on; and of its updates on the host."""
-    plan = as_run(calibration, plan)
     line = _simulated(calibration, plan, None, plan, steps=1).timeline
     updates = [span for span in line.spans if span.kind is Kind.UPDATE and span.resource == HOST]
     others = [span for span in line.spans if span.kind is not Kind.UPDATE or span.resource != HOST]
@@ -230,7 +229,6 @@ def _simulated(
     *,
     steps: int = 3,
 ) -> StreamingResult:
-    plan = as_run(calibration, plan)
     found = planned_costs(calibration, plan)
     beside = step_cost(calibration, measured, train=plan.train)
     return simulate_streaming(found, plan, on or machine(calibration.rates), beside, steps=steps)
@@ -255,13 +253,12 @@ def recommend(
         ConfigurationError: nothing fits.
     """
     base = as_run(calibration, base or StreamingPlan(optimizer=Optimizer.OVERLAPPED))
-    more = as_run(calibration, twice(base))
     return choose(
         planned_costs(calibration, base),
         on or machine(calibration.rates),
         base=base,
         beside=step_cost(calibration, train=base.train),
-        doubled=(more, planned_costs(calibration, more)),
+        doubled=doubled(calibration, base),
         windows=windows or WINDOWS,
         resident=resident,
         checkpoint=checkpoint,

@@ -10,9 +10,10 @@ from ramtorch_core.engine.rates import UPDATE_BYTES, Rates
 from ramtorch_core.memory.bounce import BOUNCE_BYTES
 from ramtorch_core.optim.ahead import BYTES as AHEAD_BYTES
 from ramtorch_core.simulate import ChunkCost, Optimizer, Order, StepCost, StreamingPlan
+from ramtorch_core.simulate.choose import twice
 from ramtorch_core.simulate.lane import GRADIENTS_IN_FLIGHT
 
-__all__ = ["as_run", "costs", "half_precision", "planned_costs", "step_cost"]
+__all__ = ["as_run", "costs", "doubled", "half_precision", "planned_costs", "step_cost"]
 
 FULL = 4
 """Bytes of a number in float32, in which gradients of narrower masters are added up."""
@@ -70,6 +71,12 @@ def as_run(calibration: Calibration, plan: StreamingPlan, room: float | None = N
     plan = replace(plan, optimizer=Optimizer.PUBLISHED) if kept_apart else plan
     ahead = min(1.0, room / overwritten) if plan.held and overwritten else 0.0
     return replace(plan, ahead=ahead if plan.ahead is None else plan.ahead)
+
+
+def doubled(calibration: Calibration, base: StreamingPlan) -> tuple[StreamingPlan, list[ChunkCost]]:
+    """As `choose` takes it: the plan with twice the microbatches as it would be carried out, and its chunks' costs."""
+    plan = as_run(calibration, twice(base))
+    return plan, planned_costs(calibration, plan)
 
 
 def step_cost(calibration: Calibration, measured: StreamingPlan | None = None, *, train: bool = True) -> StepCost:

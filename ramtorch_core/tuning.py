@@ -37,9 +37,9 @@ from ramtorch_core.prediction import (
     seconds_alone,
     step_cost,
 )
-from ramtorch_core.pricing import as_run
+from ramtorch_core.pricing import as_run, doubled
 from ramtorch_core.simulate import Choice, Order, choose
-from ramtorch_core.simulate.choose import WINDOWS, pins, twice
+from ramtorch_core.simulate.choose import WINDOWS, pins
 from ramtorch_core.simulate.costs import resident_chunks
 from ramtorch_core.wishes import PLANNED, USABLE, Auto, Wish, bytes_of
 
@@ -47,6 +47,7 @@ __all__ = ["Auto", "Order", "Tuner", "Wish", "bytes_of", "choose_for", "known_fr
 
 log = logging.getLogger(__name__)
 
+HALF_COPIES = "precision='bf16-mixed', by half the copies alone,"
 WARM_UP = 2
 """Steps before the measured ones: the first lays weights out as they are found to be used."""
 TIMED = 1 + PLAIN + AHEAD
@@ -210,7 +211,7 @@ def choose_for(
         ConfigurationError: nothing fits.
     """
     base = as_run(calibration, base)
-    more, half = as_run(calibration, twice(base)), half_precision(calibration)
+    half = half_precision(calibration)
     usable = device.usable_bytes()
     given, free = wish.gpu_memory, None if usable is None else USABLE * usable
     chunks = len(calibration.chunks)
@@ -224,10 +225,8 @@ def choose_for(
         windows=WINDOWS if wish.window == "auto" else (wish.window,),
         resident=pins(chunks, most) if wish.pin == "auto" else (0,),
         checkpoint=(False, True) if wish.activations == "auto" else (wish.activations != "keep",),
-        doubled=(more, planned_costs(calibration, more)),
-        variants={}
-        if half is None
-        else {"precision='bf16-mixed', by half the copies alone,": planned_costs(half, base)},
+        doubled=doubled(calibration, base),
+        variants={} if half is None else {HALF_COPIES: planned_costs(half, base)},
     )
 
 

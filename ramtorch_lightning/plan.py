@@ -185,7 +185,7 @@ def _base(chosen: Configuration, options: argparse.Namespace) -> StreamingPlan:
     return StreamingPlan(
         microbatches=microbatches,
         batches=batches,
-        order=Order.CHUNK if microbatches > 1 or batches == 1 else Order.MICROBATCH,  # more of them go side by side
+        order=Order.of(microbatches, batches),
         optimizer=Optimizer.PUBLISHED if published else Optimizer.OVERLAPPED,
         clip=chosen.clips,
     )

@@ -70,7 +70,7 @@ class BatchTuner:
         return StreamingPlan(
             microbatches=microbatches,
             batches=batches,
-            order=Order.CHUNK if microbatches > 1 or batches == 1 else Order.MICROBATCH,  # more of them go side by side
+            order=Order.of(microbatches, batches),
             optimizer=runs_on if self._path.overlaps else Where.PUBLISHED,
             recast=self._streamer.conservative,
             clip=bool(self._trainer.gradient_clip_val),

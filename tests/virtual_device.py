@@ -170,7 +170,8 @@ class VirtualRanges(Ranges):
         return self.device.now
 
     def begin(self, kind: Kind, what: Any, *, host: bool = False, shown: bool = True) -> Any:
-        inner = Range(self, kind, what, self.device.moment if host else self._mark, False) if self._listeners else None
+        listeners, take = self.listeners(kind), self.device.moment if host else self._mark
+        inner = Range(self, kind, what, take, False, listeners) if listeners else None
         if kind in (Kind.TRANSFER, Kind.GRADIENT, Kind.UPDATE):
             return _Worked(self, kind, what, inner)
         return inner

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
@@ -92,9 +92,17 @@ class Range:
         "begun", "end", "ended", "kind", "start", "waited", "what",
     )  # fmt: skip
 
-    def __init__(self, owner: Ranges, kind: Kind, what: object, take: Callable[[], Mark], shown: bool) -> None:
+    def __init__(
+        self,
+        owner: Ranges,
+        kind: Kind,
+        what: object,
+        take: Callable[[], Mark],
+        shown: bool,
+        listeners: Sequence[Listener],
+    ) -> None:
         self._owner, self._take, self._record = owner, take, None
-        self.kind, self.what, self._listeners = kind, what, owner.listeners(kind)
+        self.kind, self.what, self._listeners = kind, what, listeners
         if shown:
             self._record = profiler.record_function(kind.label(what))
             self._record.__enter__()
@@ -182,10 +190,10 @@ class Ranges:
             shown: also in profiles.
         """
         shown = shown and profiler._is_profiler_enabled
-        heard = bool(self._listeners and self.listeners(kind))
-        if not shown and not heard:
+        listeners = self._listeners and self.listeners(kind)
+        if not shown and not listeners:
             return None
-        return Range(self, kind, what, self._mark if heard and not host else Moment, shown)
+        return Range(self, kind, what, self._mark if listeners and not host else Moment, shown, listeners)
 
     def span(
         self, kind: Kind, what: object, *, host: bool = False, shown: bool = True

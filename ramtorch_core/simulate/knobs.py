@@ -31,6 +31,11 @@ class Order(Enum):
     MICROBATCH = "microbatch"
     CHUNK = "chunk"
 
+    @classmethod
+    def of(cls, microbatches: int, batches: int) -> Order:
+        """In a Trainer: microbatches of a batch go side by side; accumulated batches of one do not."""
+        return cls.CHUNK if microbatches > 1 or batches == 1 else cls.MICROBATCH
+
 
 class Accumulate(Enum):
     """Where gradients of several microbatches are added up, if a microbatch visits all chunks before the next does."""
@@ -122,9 +127,8 @@ class StreamingPlan:
         alone = self.microbatches == 1 and (self.batches == 1 or self.order is Order.CHUNK)
         casts = alone and any(chunk.left_bytes < chunk.gradient_bytes for chunk in streamed)
         published = others or self.batches > 1 or self.updates in (Optimizer.NONE, Optimizer.PUBLISHED)
-        wide = self.order is Order.CHUNK and any(
-            chunk.sums_in_full for chunk in streamed
-        )  # kept beside what is rounded
+        beside = any(chunk.sums_in_full for chunk in streamed)  # a sum in float32, and what is rounded from it
+        wide = self.order is Order.CHUNK and beside
         return self.train and (casts or (self.adds and bool(others or streamed)) or (wide and published))
 
     def __post_init__(self) -> None:

@@ -63,11 +63,11 @@ def test_a_model_is_calibrated_on_the_gpu_and_its_weights_stay(tmp_path: Path, m
     assert prediction.peak_bytes >= max(found.peaks.forward, found.peaks.backward)
 
 
-def test_a_trace_shows_visits_and_transfers_on_the_device_too(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))
-    x = torch.randn(64, 1024, device="cuda")
-    streamer = attach(model, device="cuda", chunks="*", resident_below=0)
+def trace_step(path: Path, width: int, **options: Any) -> None:
+    """A step of three streamed layers, after some in which the engine has learned."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+    x = torch.randn(64, width, device="cuda")
+    streamer = attach(model, device="cuda", chunks="*", resident_below=0, **options)
     try:
         for _ in range(3):
             model(x).sum().backward()
@@ -75,6 +75,11 @@ def test_a_trace_shows_visits_and_transfers_on_the_device_too(tmp_path: Path) ->
             model(x).sum().backward()
     finally:
         streamer.close()
+
+
+def test_a_trace_shows_visits_and_transfers_on_the_device_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace_step(path, 1024)
     events = json.loads(path.read_text())["traceEvents"]
     on_device = {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
     assert {"F0", "F1", "F2", "t0", "t1", "t2"} <= on_device
@@ -116,16 +121,8 @@ def beside(path: Path, stall: str) -> tuple[list[dict[str, Any]], dict[str, dict
 
 
 def test_a_trace_shows_the_wait_between_two_visits(tmp_path: Path) -> None:
-    path, model = tmp_path / "trace.json", torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(3)))
-    x = torch.randn(64, 2048, device="cuda")
-    streamer = attach(model, device="cuda", chunks="*", window=1, resident_below=0)
-    try:
-        for _ in range(3):
-            model(x).sum().backward()
-        with trace(path):
-            model(x).sum().backward()
-    finally:
-        streamer.close()
+    path = tmp_path / "trace.json"
+    trace_step(path, 2048, window=1)
     stalls, shown = beside(path, "stall for a transfer")
     for earlier, later in itertools.pairwise(shown[name] for name in ("F0", "F1", "F2")):
         assert len([each for each in stalls if earlier["end"] <= each["ts"] and each["end"] <= later["ts"]]) == 1
