@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.external_utils import wrap_inline
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from ramtorch_core.engine.census import Chunk
 from ramtorch_core.engine.observe import runs_compiled
+
+# torch calls hooks of the engine from inside of compiled chunks; they would be compiled too.
+torch._dynamo.trace_rules.add("ramtorch_core")
 
 Visit = Callable[[Callable[..., Any], "Chunk | None", Any, Any], Any]
 
@@ -32,6 +36,8 @@ class ChunkForward:
         self.module, self.visit, self.chunk = module, visit, chunk
         self._had = module.__dict__.get("forward")
         self._inner: Callable[..., Any] = module.forward
+        torchs = torch._dynamo.trace_rules.check(self._inner)  # which is compiled only inside of a frame that is not
+        self._traced = wrap_inline(self._inner) if torchs else self._inner
         module.__dict__["forward"] = ForwardWrapper(
             module, torch._dynamo.disable(self._call, recursive=False), self._had
         )
@@ -40,8 +46,9 @@ class ChunkForward:
         compiler = set_eval_frame(None)
         if compiler is None and not runs_compiled(self.module):
             return self.visit(self._inner, self.chunk, args, kwargs)
+        forward = self._inner if compiler is None else self._traced
         try:
-            return self.visit(_compiled_by(compiler, self._inner), self.chunk, args, kwargs)
+            return self.visit(_compiled_by(compiler, forward), self.chunk, args, kwargs)
         finally:
             set_eval_frame(compiler)
 

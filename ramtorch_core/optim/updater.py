@@ -295,7 +295,8 @@ class Updater:
     def _succeed(self, chosen: GroupUpdate) -> None:
         """The group's update is finished."""
         chosen.undo = None
-        self.updated += 1
+        with self._changed:
+            self.updated += 1
         self._let_go(chosen)
 
     def _fail(self, chosen: GroupUpdate, error: BaseException) -> None:
