@@ -15,6 +15,18 @@ from ramtorch_core.engine.arguments import Arguments, Copies, may_write
 
 ALWAYS_KEPT_BYTES = 1 << 16
 
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""What of torch's global settings contexts around a forward change, by which it takes other dtypes or kernels."""
+
 
 class BufferSnapshot:
     """The buffers of a module as they were before a forward that changed them.
@@ -60,8 +72,31 @@ class BufferSnapshot:
                 owner._buffers[name] = buffer
 
 
+def _settings() -> list[Any]:
+    return [read() for read, _ in _SETTINGS]
+
+
+@contextlib.contextmanager
+def _under(settings: list[Any]) -> Iterator[None]:
+    """Inside, torch's settings are these."""
+    now = _settings()
+    if now == settings:
+        yield
+        return
+    for (_, write), value in zip(_SETTINGS, settings, strict=True):
+        write(value)
+    try:
+        yield
+    finally:
+        for (_, write), value in zip(_SETTINGS, now, strict=True):
+            write(value)
+
+
 def checkpoint_call(function: Callable[..., Any], arguments: Arguments, *, marker: Tensor | None = None) -> Any:
     """`function(*args, **kwargs)`, whose activations are recomputed in backward, from the arguments as they were.
+
+    What contexts around the forward had changed, such as the default dtype of a precision or the backends of
+    `sdpa_kernel`, holds in the recompute too.
 
     torch saves the random state of those devices that it finds among *positional* tensors, and takes autocast's device
     from them too. So every tensor is passed by position, however deep it is nested and however it came.
@@ -72,13 +107,14 @@ def checkpoint_call(function: Callable[..., Any], arguments: Arguments, *, marke
     Raises:
         RamtorchError: it writes an argument in place that cannot be restored.
     """
-    again = False
+    again, settings = False, _settings()
 
     def call(_marker: Tensor | None, *tensors: Tensor) -> Any:
         nonlocal again
         if again:
             again_args, again_kwargs = arguments.again(tensors)
-            return function(*again_args, **again_kwargs)
+            with _under(settings):
+                return function(*again_args, **again_kwargs)
         again = True
         args, kwargs = arguments.take()
         output = function(*args, **kwargs)

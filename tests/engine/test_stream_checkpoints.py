@@ -1,16 +1,31 @@
 """Checkpoints of the user, torch's own and `offload_checkpoint`, in and around chunks; against uncheckpointed runs."""
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import WIDTH, Block, Stack, assert_same, data, every_mode, every_policy, run, streaming
+from stream_cases import (
+    WIDTH,
+    Block,
+    Stack,
+    assert_equals_resident,
+    assert_same,
+    data,
+    every_mode,
+    every_policy,
+    run,
+    streaming,
+)
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ramtorch_core import offload_checkpoint
+from ramtorch_core.engine import activations
 
 
 class Switch:
@@ -302,3 +317,73 @@ def test_chunks_inside_of_a_checkpointed_chunk_give_no_warning(caplog: pytest.Lo
     with streaming(Stack(Block(), Block()), chunks=["blocks.*", "blocks.*.up"], activations="checkpoint") as streamer:
         streamer.root(data(0)).sum().backward()
     assert not caplog.records
+
+
+class Ramped(nn.Linear):
+    """Makes a tensor of the default dtype in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.tanh(y * torch.linspace(0.1, 1.3, WIDTH)).to(y.dtype)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys = (layer(x).reshape(1, 2, -1, WIDTH // 2) for layer in (self.queries, self.keys))
+        return x + nn.functional.scaled_dot_product_attention(queries, keys, keys).reshape(x.shape)
+
+
+class Remembering(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class Marked(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = offload_checkpoint(block, x)
+        return x
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS = {
+    "default dtype": (partial(Ramped, WIDTH, WIDTH), lambda: default_dtype(torch.float64)),
+    "attention": (Attending, lambda: sdpa_kernel(SDPBackend.MATH)),
+    "kernels": (Remembering, lambda: torch.backends.mkldnn.flags(enabled=False)),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_settings_of_a_context_around_the_forward_alone_hold_in_the_recompute(kind):
+    block, context = CONTEXTS[kind]
+
+    def step(model, optimizer, index):
+        optimizer.zero_grad()
+        x = data(index)
+        with context():
+            loss = model(x).square().mean()
+        settings = activations._settings
+        before = settings()
+        loss.backward()
+        assert settings() == before
+        optimizer.step()
+        return [loss.detach()]
+
+    assert_equals_resident(lambda: Stack(block(), block()), step, activations="checkpoint")
+    assert_same(run(lambda: Marked(block(), block()), step), run(lambda: Stack(block(), block()), step))

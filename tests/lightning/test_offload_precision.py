@@ -49,6 +49,19 @@ def test_kinds_of_layers_train_the_same_in_every_precision(precision: Any) -> No
     compare_fits(lambda: Classifier(Mixed()), precision=precision)
 
 
+class Ramped(nn.Linear):
+    """Makes a tensor of the default dtype, which true precisions set during the training step alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * torch.linspace(0.1, 1.3, self.out_features)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_forwards_that_make_tensors_train_the_same_in_true_precisions(precision: Any) -> None:
+    compare_fits(lambda: Classifier(nn.Sequential(Ramped(WIDTH, WIDTH), Ramped(WIDTH, 4))), precision=precision)
+
+
 class Encoder(nn.Module):
     """Attention with batches first: torch evaluates it as one kernel, which depends on the dtype of the weights."""
 
