@@ -1,10 +1,11 @@
-"""Nobody sees weights or state whose update is under way."""
+"""Nobody sees weights or state whose update is under way, or what stands for them in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -34,6 +35,17 @@ class WaitingStrategy(MicrobatchedStrategy):
 
     # Hooks and callbacks that run now and then may write weights in ways that cannot be seen.
     on_train_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _invalidate
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's, but that hooks before and after it see parameters, not what stands for them in a backward."""
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        loss = precision.pre_backward(closure_loss, module)
+        self.pre_backward(loss)
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        self.post_backward(loss)
+        return precision.post_backward(loss, module)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Placement:
         positions = {(id(attributes), name): i for attributes, name, i in self._sites}
         modules = {id(module): module for w in weights for module, _ in w.sites if isinstance(module, nn.RNNBase)}
         self._recurrent = [
-            (module, [positions[id(module.__dict__), name] for name in module._flat_weights_names])
+            (module, [positions.get((id(module.__dict__), name)) for name in module._flat_weights_names])
             for module in modules.values()
         ]
         self._masters: list[list[Tensor]] = []
@@ -171,7 +171,7 @@ class Placement:
         for attributes, name, index in self._sites:
             attributes[name] = lent[index]
         for module, indices in self._recurrent:
-            module.__dict__["_flat_weights"] = [lent[i] for i in indices]
+            self._set_flat(module, indices, lent)
 
     def hide(self) -> None:
         """Let the modules show what they showed before, in the end their masters; no effect when nothing is shown."""
@@ -182,6 +182,13 @@ class Placement:
             return
         for attributes, name, _ in self._sites:
             attributes.pop(name, None)
-        for (module, _), masters in zip(self._recurrent, self._masters, strict=False):
-            module.__dict__["_flat_weights"] = masters
+        for (module, indices), masters in zip(self._recurrent, self._masters, strict=False):
+            own = [None if i is None else n for n, i in enumerate(indices)]
+            self._set_flat(module, own, masters)
         self._masters = []
+
+    def _set_flat(self, module: nn.RNNBase, indices: Sequence[int | None], tensors: Sequence[Tensor]) -> None:
+        """What is no parameter stays: a hook of weight norm, or of pruning, computes it in each forward."""
+        present = module.__dict__["_flat_weights"]
+        flat = [present[n] if i is None else tensors[i] for n, i in enumerate(indices)]
+        module.__dict__["_flat_weights"] = flat

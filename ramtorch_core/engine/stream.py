@@ -264,6 +264,7 @@ class Streamer:
         """Undo `begin_lending`. Idempotent; an error in the step has the same effect."""
         if self._lending:
             self._lending = False
+            self._inventory.rest.take_writes(compare=True)  # nothing is under way on the device
             self._inventory.rest.leave()
 
     def _begin_scope(self) -> Observer | None:

@@ -25,6 +25,7 @@ from ramtorch_core.engine.lend import Loan, Placement, lend
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.observe import Observer, Use, may_be_fused
 from ramtorch_core.engine.saved import SavedTensors, hooks_around
+from ramtorch_core.engine.writes import Writes
 from ramtorch_core.errors import RamtorchError
 from ramtorch_core.memory.ranges import Kind
 from ramtorch_core.memory.weights import Weight, WeightGroup
@@ -91,6 +92,7 @@ class Visits:
         self._checkpointing = 0  # checkpointed chunks under way, one inside another
         self._copies: dict[int, Copies] = {}  # by index of a chunk: what it was seen to write among its arguments
         self._warned: set[str] = set()
+        self._writes = Writes(self.device)
         self.saved = SavedTensors(inventory.locate, self._slot_for_backward, self.device.torch)
         self._marker = torch.empty(0, device=self.device.torch)
 
@@ -269,8 +271,8 @@ class Visits:
                 self.dtypes.note(weight, use)
         if lending.opened is None:
             return
-        written = lending.opened.slot.buffer._version != lending.version
         with torch._C.DisableTorchFunction():
+            written = self._writes.seen(lending.chunk, lending.opened.slot, lending.version, lending.lent)
             self.inventory.follower.close(lending.opened)
         if written:
             raise RamtorchError(

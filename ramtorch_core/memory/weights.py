@@ -18,6 +18,7 @@ from ramtorch_core.memory.device import COMPLETE, Device, Event
 from ramtorch_core.memory.host import Arena, aligned
 
 SAMPLES = 64
+WIDE_SAMPLE = 4096  # where a look costs a copy from the device, whatever its size
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +82,14 @@ class Weight:
         self.version, self.home = self.parameter._version, self.parameter.data
         if sample:
             self.sample = self._take_sample()
+
+    def holds(self, buffer: Tensor) -> bool:
+        """Whether `buffer`, a device copy of the group, has this weight's bits where a sample looks; waits for it."""
+        count = self.parameter.numel()
+        inside = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
+        step = max(1, count // WIDE_SAMPLE)
+        there, here = inside[::step].cpu(), torch.as_strided(self.shadow, (count,), (1,))[::step]
+        return torch.equal(there.contiguous().view(torch.uint8), here.contiguous().view(torch.uint8))
 
     def _take_sample(self) -> Tensor:
         count = self.parameter.numel()

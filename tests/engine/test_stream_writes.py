@@ -158,12 +158,25 @@ def test_a_master_that_changes_dtype_or_size_is_refused_by_name():
             model(data())
 
 
+def decay(weight):
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+def decay_data(weight):
+    weight.data.mul_(0.9)
+
+
+def assign_data(weight):
+    weight.data = weight.data * 0.9
+
+
 @every_mode
-def test_a_chunk_that_writes_its_own_weights_is_refused_by_name(mode):
+@pytest.mark.parametrize("write", [decay, decay_data, assign_data])
+def test_a_chunk_that_writes_its_own_weights_is_refused_by_name(mode, write):
     class Decaying(nn.Linear):
         def forward(self, x):
-            with torch.no_grad():
-                self.weight.mul_(0.9)
+            write(self.weight)
             return super().forward(x)
 
     model = Stack(nn.Linear(WIDTH, WIDTH), Decaying(WIDTH, WIDTH))
