@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ramtorch_lightning._lightning import CheckpointIO, SingleDeviceStrategy, pl
 from ramtorch_lightning.checkpoint import LocalCheckpointIO
-from ramtorch_lightning.state import on_host
+from ramtorch_lightning.state import in_order, on_host
 
 __all__ = ["HostStrategy"]
 
@@ -57,7 +57,7 @@ class HostStrategy(SingleDeviceStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return on_host(super().optimizer_state(optimizer))
+        return in_order(on_host(super().optimizer_state(optimizer)))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

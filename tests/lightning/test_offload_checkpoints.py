@@ -60,6 +60,8 @@ def assert_same_checkpoint(found: dict[str, Any], expected: dict[str, Any]) -> N
     assert found.keys() == expected.keys()
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "hyper_parameters"):
         assert_same(found.get(key), expected.get(key), key)
+    order = lambda checkpoint: [list(each["state"]) for each in checkpoint["optimizer_states"]]
+    assert order(found) == order(expected)
     assert found.get("MixedPrecision") == expected.get("MixedPrecision")
 
 
