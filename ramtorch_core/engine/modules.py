@@ -36,7 +36,10 @@ class ChunkForward:
         self.module, self.visit, self.chunk = module, visit, chunk
         self._had = module.__dict__.get("forward")
         self._inner: Callable[..., Any] = module.forward
-        torchs = torch._dynamo.trace_rules.check(self._inner)  # which is compiled only inside of a frame that is not
+        function = isinstance(self._inner, types.FunctionType | types.MethodType)
+        torchs = function and torch._dynamo.trace_rules.check(
+            self._inner
+        )  # compiled only inside of a frame that is not
         self._traced = wrap_inline(self._inner) if torchs else self._inner
         module.__dict__["forward"] = ForwardWrapper(
             module, torch._dynamo.disable(self._call, recursive=False), self._had

@@ -80,7 +80,7 @@ class Rest:
         Args:
             compare: find writes through `.data` to small copies too; waits for the device.
         """
-        if not self._lent or self.device.fake:
+        if not self._lent or not self.group.nbytes or self.device.fake:
             return
         pairs = list(zip(self._lent, self._views, strict=True))
         moved = [lent.data_ptr() != view.data_ptr() for lent, view in pairs]  # by `.data = ...`
@@ -159,7 +159,7 @@ class Rest:
             self.device.wait(self._free)
             last = self._compared[-1] if self._compared else None
             begin = 0 if last is None else last.offset + last.nbytes
-            if not torch.equal(arena.flat[:begin], self._left):
+            if self.device.fake or not torch.equal(arena.flat[:begin], self._left):
                 self._left, begin = arena.flat[:begin].clone(), 0
             self.buffer[begin:].copy_(arena.flat[begin:], non_blocking=True)
             for index in self._recurrent:
