@@ -12,7 +12,7 @@ from ramtorch_core.engine.dtypes import StreamDtypes
 from ramtorch_core.engine.pipeline.given import check_device_weights
 from ramtorch_core.engine.update_places import UpdateSpec, check_updates
 from ramtorch_core.engine.visits import Activations
-from ramtorch_core.errors import ConfigurationError, check_choice, check_number, shown
+from ramtorch_core.errors import ConfigurationError, check_choice, check_number, check_window, shown
 from ramtorch_core.memory.device import parse_device
 
 __all__ = ["ACTIVATIONS", "check_device_weights", "check_list", "check_modules", "check_options", "parse_device"]
@@ -40,8 +40,7 @@ def check_options(
         ConfigurationError: an argument that cannot work.
         TypeError: `updates` is of another type.
     """
-    if type(window) is not int or window < 1:
-        raise ConfigurationError(f"window={shown(window)}: at least 1 slot is needed; 2 let copies overlap compute")
+    check_window(window)
     if isinstance(pin, int) and pin < 0:
         raise ConfigurationError(f"pin={pin}: the number of resident chunks cannot be negative; use 0 for none")
     check_choice("activations", activations, ACTIVATIONS)

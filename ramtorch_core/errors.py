@@ -11,6 +11,7 @@ import numbers
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from enum import Enum
 
 __all__ = [
     "ConfigurationError",
@@ -21,8 +22,11 @@ __all__ = [
     "WindowError",
     "check_choice",
     "check_count",
+    "check_flag",
     "check_function",
+    "check_member",
     "check_number",
+    "check_window",
     "shown",
     "suggest",
 ]
@@ -85,6 +89,16 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     return count
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigurationError: `value` is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={shown(value)}: True or False is needed")
+
+
 def check_function(name: str, value: object, what: str) -> None:
     """Refuse what is no function: a class is none.
 
@@ -98,14 +112,35 @@ def check_function(name: str, value: object, what: str) -> None:
         raise ConfigurationError(f"{name}={shown(value)}: a function {what} is needed")
 
 
-def check_number(name: str, value: object, least: float = 0.0) -> None:
-    """Refuse what is no number, not a number, or smaller than `least`.
+def check_member(name: str, value: object, members: type[Enum]) -> None:
+    """Refuse what is no member of an enumeration; its values, such as words, are none.
+
+    Raises:
+        ConfigurationError: `value` is none.
+    """
+    if not isinstance(value, members):
+        raise ConfigurationError(f"{name}={shown(value)}: use one of {', '.join(map(str, members))}")
+
+
+def check_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
+    """Refuse what is no number, not a number, smaller than `least`, or larger than `most`.
 
     Raises:
         ConfigurationError: it is.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < least:
-        raise ConfigurationError(f"{name}={shown(value)}: a number of at least {least:g} is needed")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < least or not value <= most:
+        within = f" of at least {least:g}" if most == math.inf else f" between {least:g} and {most:g}"
+        raise ConfigurationError(f"{name}={shown(value)}: a number{within * (least > -math.inf)} is needed")
+
+
+def check_window(window: object) -> None:
+    """Refuse what is no number of slots.
+
+    Raises:
+        ConfigurationError: `window` is no whole number, or less than one.
+    """
+    if type(window) is not int or window < 1:
+        raise ConfigurationError(f"window={shown(window)}: at least 1 slot is needed; 2 let copies overlap compute")
 
 
 def shown(value: object) -> str:

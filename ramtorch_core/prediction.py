@@ -250,7 +250,7 @@ def recommend(
         windows, resident, checkpoint: what is chosen from; by default whatever may be best.
 
     Raises:
-        ConfigurationError: nothing fits.
+        ConfigurationError: nothing fits, or there is nothing to choose from.
     """
     base = as_run(calibration, base or StreamingPlan(optimizer=Optimizer.OVERLAPPED))
     return choose(
@@ -259,7 +259,7 @@ def recommend(
         base=base,
         beside=step_cost(calibration, train=base.train),
         doubled=doubled(calibration, base),
-        windows=windows or WINDOWS,
+        windows=WINDOWS if windows is None else windows,
         resident=resident,
         checkpoint=checkpoint,
     )

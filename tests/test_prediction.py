@@ -259,3 +259,8 @@ def test_batches_of_several_arguments_and_own_losses_and_steps_work() -> None:
 class NoGradient(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
+
+
+def test_no_windows_to_choose_from_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"windows=\(\)"):
+        recommend(CALIBRATION, windows=())

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
 from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import Outline, StreamingResult, outline, simulate_streaming
@@ -117,9 +118,11 @@ def choose(
 
     Raises:
         DoesNotFit: no combination fits; says what the least would be.
+        ConfigurationError: there is nothing to choose from, or a value is none of such a knob.
     """
     base = base or StreamingPlan(optimizer=Optimizer.OVERLAPPED)
     beside = beside or StepCost()
+    _check(base, windows=windows, resident=resident, checkpoint=checkpoint)
     knobs = _Knobs(windows, pins(len(chunks)) if resident is None else resident, checkpoint)
     (plan, _), simulated = _search(chunks, machine, base, beside, knobs)
     result = simulate_streaming(chunks, plan, machine, beside)
@@ -141,6 +144,18 @@ def choose(
         simulated=simulated,
         result=result,
     )
+
+
+def _check(base: StreamingPlan, **given: Any) -> None:
+    """Refuse what is no list, an empty one, and values that are none of the knob."""
+    knobs = {"windows": "window", "resident": "pin", "checkpoint": "checkpoint"}
+    for name, values in given.items():
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or not values:
+            raise ConfigurationError(f"{name}={shown(values)}: a list with at least one entry is needed")
+        for value in values:
+            replace(base, **{knobs[name]: value})
 
 
 def _changes(

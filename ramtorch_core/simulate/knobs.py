@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import (
+    ConfigurationError,
+    check_count,
+    check_flag,
+    check_member,
+    check_number,
+    check_window,
+    shown,
+)
 from ramtorch_core.simulate.costs import ChunkCost
 
 
@@ -66,7 +74,8 @@ class StreamingPlan:
             with 0. None: simulators take 0, and predictions what the engine makes of it, see `pricing.as_run`.
 
     Raises:
-        ConfigurationError: fewer than one slot, batch, microbatch or staging buffer, or no such part.
+        ConfigurationError: fewer than one slot, batch, microbatch or staging buffer, no such part, or a value of
+            another type.
     """
 
     window: int = 2
@@ -132,13 +141,27 @@ class StreamingPlan:
         return self.train and (casts or (self.adds and bool(others or streamed)) or (wide and published))
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigurationError(f"window={self.window}: at least 1 slot is needed; 2 let copies overlap compute")
-        if self.microbatches < 1:
-            raise ConfigurationError(f"microbatches={self.microbatches}: a batch needs at least 1")
-        if self.batches < 1:
-            raise ConfigurationError(f"batches={self.batches}: a step needs at least 1")
-        if self.ahead is not None and not 0 <= self.ahead <= 1:
-            raise ConfigurationError(f"ahead={self.ahead}: a part of the updates is between 0 and 1")
-        if self.staging is not None and self.staging < 1:
-            raise ConfigurationError(f"staging={self.staging}: a gradient needs at least 1 buffer on its way")
+        check_window(self.window)
+        check_pin(self.pin)
+        check_count("microbatches", self.microbatches)
+        check_count("batches", self.batches)
+        check_member("order", self.order, Order)
+        check_member("optimizer", self.optimizer, Optimizer)
+        check_member("accumulate", self.accumulate, Accumulate)
+        for name in ("checkpoint", "train", "recast", "clip"):
+            check_flag(name, getattr(self, name))
+        if self.staging is not None:
+            check_count("staging", self.staging)
+        if self.ahead is not None:
+            check_number("ahead", self.ahead, most=1)
+
+
+def check_pin(pin: object) -> None:
+    """Refuse what cannot be resident chunks; whether there are so many is not known here.
+
+    Raises:
+        ConfigurationError: `pin` is neither a whole number nor a sequence of them.
+    """
+    indices = pin if isinstance(pin, Sequence) else (pin,)
+    if any(type(index) is not int for index in indices):
+        raise ConfigurationError(f"pin={shown(pin)}: a number of chunks is needed, or their indices")

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.plan.transfers import Transfer, plan_transfers
 from ramtorch_core.simulate.clock import Kind, Work
@@ -47,9 +46,6 @@ class Lane:
         stale: chunks whose masters the host casts again before it copies them.
         holdings: what is held when.
         transfers: how many copies into slots were planned.
-
-    Raises:
-        ConfigurationError: `window` is less than 1.
     """
 
     def __init__(
@@ -63,8 +59,6 @@ class Lane:
         asynchronous: bool = True,
         issuing: str | None = None,
     ) -> None:
-        if window < 1:
-            raise ConfigurationError(f"window={window}: at least 1 slot is needed; 2 let copies overlap compute")
         prefix = f"{name} " if name else ""
         self.compute, self.h2d, self.d2h = (f"{prefix}{stream}" for stream in ("compute", "H2D", "D2H"))
         if not asynchronous:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, check_flag, check_member, check_number, check_window
 from ramtorch_core.plan.check import check, dependencies, peak_activations
 from ramtorch_core.plan.itinerary import Direction, Visit
 from ramtorch_core.plan.schedule import Op, Schedule
 from ramtorch_core.simulate.clock import Kind, Work
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, resident_chunks
-from ramtorch_core.simulate.knobs import Accumulate
+from ramtorch_core.simulate.knobs import Accumulate, check_pin
 from ramtorch_core.simulate.lane import Lane
 from ramtorch_core.simulate.timeline import Cause, Timeline, timeline
 
@@ -34,7 +35,7 @@ class PipelinePlan:
         send: seconds that an activation, or its gradient, is on the link between two GPUs.
 
     Raises:
-        ConfigurationError: a share or time that cannot be.
+        ConfigurationError: a share or time that cannot be, fewer than one slot, or a value of another type.
     """
 
     window: int | None = None
@@ -45,10 +46,15 @@ class PipelinePlan:
     accumulate: Accumulate = Accumulate.HOST
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight_share <= 1:
-            raise ConfigurationError(f"weight_share={self.weight_share}: a part of the backward is between 0 and 1")
-        if not 0 <= self.send < float("inf"):
-            raise ConfigurationError(f"send={self.send} seconds: it must be finite and not negative; use 0 for no link")
+        if self.window is not None:
+            check_window(self.window)
+        check_pin(self.pin)
+        check_flag("checkpoint", self.checkpoint)
+        check_number("weight_share", self.weight_share, most=1)
+        check_number("send", self.send)
+        if math.isinf(self.send):
+            raise ConfigurationError(f"send={self.send} seconds: it must be finite; use 0 for no link")
+        check_member("accumulate", self.accumulate, Accumulate)
 
 
 @dataclass(frozen=True, slots=True)

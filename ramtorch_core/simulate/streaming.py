@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, check_count
 from ramtorch_core.simulate.clock import COMPUTE, Kind
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
 from ramtorch_core.simulate.knobs import Optimizer, StreamingPlan
@@ -79,8 +79,7 @@ def simulate_streaming(
     """
     if not chunks:
         raise ConfigurationError("0 chunks: there is nothing to simulate; give at least 1")
-    if steps < 1:
-        raise ConfigurationError(f"{steps} steps: at least 1 is needed")
+    check_count("steps", steps)
     passes = plan.backwards // plan.together
     visits = 2 * len(chunks) * passes * (min(3, plan.together) if merged else plan.together) * (steps + (steps > 1))
     if visits > MAX_VISITS:

@@ -154,3 +154,21 @@ def test_what_cannot_fit_is_refused_with_both_numbers_and_a_remedy() -> None:
     side = StreamingPlan(microbatches=64, order=Order.CHUNK)
     with pytest.raises(ConfigurationError, match="Use fewer microbatches at once, or smaller ones, or smaller chunks"):
         choose(model(), Machine(gpu_bytes=0.5e9), base=side)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"windows": ()}, r"windows=\(\): a list with at least one"),
+        ({"windows": 3}, "windows=3: a list"),
+        ({"windows": (2, float("nan"))}, "window=nan"),
+        ({"resident": ()}, r"resident=\(\): a list"),
+        ({"resident": ("all",)}, "pin=.*'all'"),
+        ({"checkpoint": ()}, r"checkpoint=\(\): a list"),
+        ({"checkpoint": True}, "checkpoint=True: a list"),
+        ({"checkpoint": ("keep",)}, "checkpoint='keep'"),
+    ],
+)
+def test_nothing_to_choose_from_is_refused_by_name(options, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        choose(model(), MACHINE, **options)

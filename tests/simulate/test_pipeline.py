@@ -299,8 +299,15 @@ def test_a_table_that_cannot_run_is_refused_with_its_grid() -> None:
     ("make", "message"),
     [
         (lambda: PipelinePlan(weight_share=1.5), "weight_share=1.5"),
-        (lambda: PipelinePlan(send=-1), "send=-1 seconds"),
-        (lambda: run(gpipe(2, 2), PipelinePlan(window=0)), "window=0"),
+        (lambda: PipelinePlan(send=-1), "send=-1: a number of at least 0"),
+        (lambda: PipelinePlan(send=float("inf")), "send=inf seconds"),
+        (lambda: PipelinePlan(send="1"), "send='1': a number"),
+        (lambda: PipelinePlan(weight_share=float("nan")), "weight_share=nan: a number between 0 and 1"),
+        (lambda: PipelinePlan(window=0), "window=0"),
+        (lambda: PipelinePlan(window=1.5), "window=1.5"),
+        (lambda: PipelinePlan(pin="all"), "pin='all'"),
+        (lambda: PipelinePlan(checkpoint="keep"), "checkpoint='keep': True or False"),
+        (lambda: PipelinePlan(accumulate="gpu"), r"accumulate='gpu': use one of Accumulate\.HOST, Accumulate\.GPU"),
         (lambda: simulate_pipeline(gpipe(2, 2), [[ChunkCost(forward=1, backward=1)]], RESIDENT), "1 of 2 stages"),
     ],
 )

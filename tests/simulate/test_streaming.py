@@ -1,6 +1,7 @@
 """Streaming, simulated: timelines worked out by hand."""
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -254,10 +255,12 @@ def test_the_resident_chunks_are_those_that_the_engine_would_keep(pin: int, chun
     [
         (lambda: StreamingPlan(window=0), "window=0: at least 1 slot"),
         (lambda: StreamingPlan(microbatches=0), "microbatches=0"),
+        (lambda: StreamingPlan(ahead=2), "ahead=2: a number between 0 and 1"),
         (lambda: ChunkCost(forward=-1, backward=1), r"forward=-1: it must be finite and not negative"),
         (lambda: Machine(h2d=0), "h2d=0: it must be positive"),
         (lambda: simulate_streaming([], StreamingPlan()), "0 chunks"),
-        (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(), steps=0), "0 steps"),
+        (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(), steps=0), "steps=0"),
+        (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(), steps=1.5), "steps=1.5"),
         (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(pin=-2)), "pin=-2"),
         (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(pin=(3,))), "index 3 is out"),
     ],
@@ -265,3 +268,33 @@ def test_the_resident_chunks_are_those_that_the_engine_would_keep(pin: int, chun
 def test_what_cannot_be_is_refused_with_the_number(make, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "knob",
+    [
+        {"window": float("nan")},
+        {"window": 1.5},
+        {"window": True},
+        {"pin": "all"},
+        {"pin": 1.5},
+        {"pin": None},
+        {"pin": (0.5,)},
+        {"microbatches": 2.5},
+        {"batches": float("inf")},
+        {"order": "chunk"},
+        {"optimizer": "overlapped"},
+        {"accumulate": "gpu"},
+        {"checkpoint": "keep"},
+        {"train": "no"},
+        {"recast": 1},
+        {"clip": 1.0},
+        {"staging": "4"},
+        {"ahead": "1"},
+        {"ahead": float("nan")},
+    ],
+)
+def test_knobs_of_another_type_are_refused_by_name(knob) -> None:
+    ((name, value),) = knob.items()
+    with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(repr(value))}: "):
+        StreamingPlan(**knob)
