@@ -62,7 +62,8 @@ def _machine(options: argparse.Namespace) -> tuple[Rates, str]:
         rates = rates_of("cuda")
         return rates, "this machine, as measured"
     if options.gpu is None:
-        raise ConfigurationError("no GPU is here: describe one, for example --gpu 24GB --pcie 25 --tflops 150")
+        missing = "no GPU is here" if options.pcie is None else "--pcie is of a GPU that --gpu describes"
+        raise ConfigurationError(f"{missing}: describe one, for example --gpu 24GB --pcie 25 --tflops 150")
     rates = describe_machine(
         device_bytes=options.gpu, pcie=1e9 * (options.pcie or 25.0), host_memory=1e9 * options.ram_speed
     )
@@ -140,11 +141,14 @@ def _report(
         f"{limit / 1e9:.1f}, {rates.h2d / 1e9:.1f} GB/s over PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, "
         f"{options.tflops:g} TFLOP/s",
     ]
-    if not any(chunk.kept_bytes for chunk in chunks):
-        lines.append("         activations and the loss are not counted: there is no example_input_array")
+    if options.tokens:
+        lines.append("         activations and the loss are not counted: --tokens is given")
     fits, planned = True, None
     knobs = {name: chosen.strategy[name] for name in _KNOBS if chosen.strategy.get(name, "auto") != "auto"}
-    fixed = given(found, base, **knobs)
+    try:
+        fixed = given(found, base, **knobs)
+    except TypeError as error:
+        raise ConfigurationError(str(error)) from error
     if knobs and "auto" not in chosen.strategy.values():
         planned = fixed
         prediction = predict(found.calibration, planned, here)
@@ -168,12 +172,15 @@ def _report(
         return [*lines, f"GPU      does not fit: {error}"], False
     lines.append("GPU      fits; the fastest plan, and what more would buy:")
     lines += [f"         {line}" for line in str(choice).splitlines()]
-    needed, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * bool(base.ahead)
+    training, ahead = host_bytes(found, planned or choice.plan), ", copies to undo updates" * bool(base.ahead)
+    needed, what = training, f"masters, shadows, AdamW's moments, gradients{ahead}"
+    if found.bytes > training:
+        needed, what = found.bytes, "the model as it is built; training takes less, with chunks on the GPU"
     verdict = "" if planned is None else ", as given"
     if options.ram is not None:
         verdict += f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
         fits &= needed <= options.ram
-    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} (masters, shadows, AdamW's moments, gradients{ahead})")
+    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} ({what})")
     return lines, fits
 
 
@@ -245,7 +252,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Will it fit, with which knobs, and how fast? Nothing is allocated and no GPU is needed.",
     )
     parser.add_argument("model", nargs="?", help="a LightningModule, as module:Class")
-    parser.add_argument("--init", nargs="*", default=[], metavar="NAME=VALUE", help="arguments of the class")
+    init = "arguments of the class"
+    parser.add_argument("--init", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help=init)
     parser.add_argument("--config", help="a configuration file of LightningCLI, instead of the model's name")
     parser.add_argument("--gpu", type=_size, help="memory of the GPU, as in 24GB; without it, this machine is measured")
     parser.add_argument("--ram", type=_size, help="memory of the host, as in 64GB")

@@ -54,7 +54,14 @@ class Configuration:
         if not isinstance(module, pl.LightningModule):
             raise ConfigurationError(f"{self.name} is no LightningModule, but a {type(module).__name__}")
         if is_overridden("configure_model", module, pl.LightningModule):
-            module.configure_model()
+            try:
+                module.configure_model()
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"configure_model of {self.name} fails: {type(error).__name__}: {error}"
+                ) from error
         return module
 
 
@@ -109,6 +116,8 @@ def from_config(path: str) -> Configuration:
             f"python -m ramtorch_core.pipeline_offload_simulator"
         )
     given = given or {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{path}: the strategy's init_args={given!r} must be a mapping")
     clip = trainer.get("gradient_clip_val") or 0
     if not isinstance(clip, int | float):
         raise ConfigurationError(f"gradient_clip_val={clip!r}: it must be a number")

@@ -46,6 +46,16 @@ class Late(Large):
         self.blocks.append(nn.Linear(16384, 16384, bias=False))
 
 
+class Fails(Large):
+    """It asks for a file that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 2)
+
+    def configure_model(self) -> None:
+        raise FileNotFoundError("weights.bin")
+
+
 class Tied(Large):
     """One weight twice, and somebody who looks at it from outside."""
 
@@ -131,13 +141,29 @@ def test_without_an_example_tokens_are_asked_for_and_enough(capsys: Any) -> None
     assert "--tokens" in text
     code, text = plan(*arguments, "--tokens", "4096", capsys=capsys)
     assert code == 0
-    assert "activations and the loss are not counted" in text
+    assert "activations and the loss are not counted: --tokens is given" in text
+    code, text = plan(here("Large"), *MACHINE, "--ram", "1TB", "--tokens", "4096", capsys=capsys)
+    assert "activations and the loss are not counted: --tokens is given" in text
 
 
 def test_a_forward_that_reads_values_is_explained(capsys: Any) -> None:
     code, text = plan(here("Reads"), "--init", "width=2048", "depth=2", *MACHINE, capsys=capsys)
     assert code == 2
     assert "cannot run on shapes alone" in text
+
+
+def test_the_host_has_to_hold_the_model_before_its_chunks_move_to_the_gpu(capsys: Any) -> None:
+    arguments = [here("Large"), "--init", "width=1024", "depth=4", "--gpu", "24GB"]
+    _, text = plan(*arguments, capsys=capsys)
+    assert "window=1, pin=4" in text
+    assert "RAM      0.0 GB (the model as it is built" in text
+    for ram, fits in (("16MB", 1), ("17MB", 0)):
+        assert plan(*arguments, "--ram", ram, capsys=capsys)[0] == fits
+
+
+def test_arguments_of_the_class_may_be_given_one_by_one(capsys: Any) -> None:
+    together = plan(here("Large"), "--init", "width=2048", "depth=2", *MACHINE, capsys=capsys)
+    assert plan(here("Large"), "--init", "width=2048", "--init", "depth=2", *MACHINE, capsys=capsys) == together
 
 
 def test_what_configure_model_adds_is_planned(capsys: Any) -> None:
@@ -297,6 +323,10 @@ def test_a_part_of_the_gpu_is_left_to_cuda_and_the_allocator(
         (offload("window: 0"), "window=0"),
         (offload("window: two"), "window='two': it must be a whole number"),
         (offload("window: null"), "window=None"),
+        (offload("pin: 1.5"), "pin: 1.5 is neither a count"),
+        (offload("pin: null"), "pin: None is neither a count"),
+        (offload("pin: true"), "pin=True"),
+        ("{class_path: ramtorch_lightning.OffloadStrategy, init_args: [3]}", "init_args=[3] must be a mapping"),
         (offload("activations: sometimes"), "activations='sometimes'"),
         (offload("n_microbatches: -1"), "n_microbatches=-1: it must be a whole number, 1 or more"),
         (offload("resident_below: some"), "resident_below='some'"),
@@ -336,6 +366,8 @@ model:
         (["torch.nn:Linear", "--init", "2"], "write NAME=VALUE"),
         (["--config", "missing.yaml"], "no such file"),
         ([here("Large"), "--init", "colour=2", *MACHINE], "Large cannot be built: TypeError: "),
+        ([here("Fails"), *MACHINE], "configure_model of Fails fails: FileNotFoundError: weights.bin"),
+        ([here("Large"), "--pcie", "50"], "--pcie is of a GPU that --gpu describes"),
         ([here("Large"), *MACHINE, "--accumulate", "1000000"], "plan: 16 chunks (layers), batches=1000000"),
     ],
 )
