@@ -149,7 +149,7 @@ def _report(
         fixed = given(found, base, **knobs)
     except TypeError as error:
         raise ConfigurationError(str(error)) from error
-    if knobs and "auto" not in chosen.strategy.values():
+    if len(knobs) == len(_KNOBS):
         planned = fixed
         prediction = predict(found.calibration, planned, here)
         fits = prediction.peak_bytes <= limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ramtorch_core import ConfigurationError
+from ramtorch_core.errors import check_choice, check_count, check_number, shown, suggest
 from ramtorch_lightning._lightning import is_overridden, pl
+from ramtorch_lightning.offload import OffloadStrategy
 
 __all__ = ["Configuration", "from_config", "from_name"]
+
+_DEFAULTS = {name: each.default for name, each in inspect.signature(OffloadStrategy).parameters.items()}
+_UNUSED = ("device", "split_fn", "weight_fn", "accelerator", "checkpoint_io", "precision_plugin")
+"""Arguments on which a plan does not depend; in a file they may be names of objects that are not here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class Configuration:
 
     Attributes:
         make: builds it.
-        strategy: arguments of OffloadStrategy.
+        strategy: arguments of OffloadStrategy, all of them; none where what can be chosen is.
         resident_below: bytes, as for OffloadStrategy.
         microbatches: per batch, side by side.
         accumulate: batches per step of the optimizer.
@@ -33,8 +40,8 @@ class Configuration:
     make: Callable[[], pl.LightningModule]
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "bf16-mixed"
-    resident_below: int = 1 << 20
-    microbatches: int = 1
+    resident_below: int = _DEFAULTS["resident_below"]
+    microbatches: int = _DEFAULTS["n_microbatches"]
     accumulate: int = 1
     clips: bool = False
     by_value: bool = False
@@ -108,44 +115,48 @@ def from_config(path: str) -> Configuration:
             f"class. Pass module:Class instead of --config, with --init"
         )
     strategy = trainer.get("strategy")
-    given = strategy.get("init_args") if isinstance(strategy, Mapping) else None
+    given = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     kind = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2].lower()
     if kind.startswith("pipeline"):
         raise ConfigurationError(
             f"{path}: plans are for one GPU with OffloadStrategy; for a pipeline, give what its stages cost to "
             f"python -m ramtorch_core.pipeline_offload_simulator"
         )
-    given = given or {}
     if not isinstance(given, Mapping):
         raise ConfigurationError(f"{path}: the strategy's init_args={given!r} must be a mapping")
-    clip = trainer.get("gradient_clip_val") or 0
-    if not isinstance(clip, int | float):
-        raise ConfigurationError(f"gradient_clip_val={clip!r}: it must be a number")
-    if given.get("activations", "auto") not in ("auto", "keep", "checkpoint", "recompute"):
-        raise ConfigurationError(f"activations={given['activations']!r}: use 'keep', 'checkpoint' or 'auto'")
-    if given.get("window", "auto") != "auto":
-        _whole(given, "window")
+    clip, algorithm = trainer.get("gradient_clip_val") or 0, str(trainer.get("gradient_clip_algorithm") or "norm")
+    check_number("gradient_clip_val", clip)
+    check_choice("gradient_clip_algorithm", algorithm.lower(), ("norm", "value"))
+    accumulate = trainer.get("accumulate_grad_batches")  # None is how LightningCLI writes the default
+    strategy = _with_defaults(given) if kind in ("offload", "offloadstrategy") else given
     return Configuration(
         str(model["class_path"]).rpartition(".")[2],
         lambda: _instantiate(model),
-        strategy=given,
+        strategy=strategy,
         precision=str(trainer.get("precision") or "32-true"),
-        resident_below=_whole(given, "resident_below", 1 << 20, least=0),
-        microbatches=_whole(given, "n_microbatches"),
-        accumulate=_whole(trainer, "accumulate_grad_batches"),
+        resident_below=check_count("resident_below", given.get("resident_below", _DEFAULTS["resident_below"]), 0),
+        microbatches=check_count("n_microbatches", given.get("n_microbatches", _DEFAULTS["n_microbatches"])),
+        accumulate=1 if accumulate is None else check_count("accumulate_grad_batches", accumulate),
         clips=bool(clip),
-        by_value=trainer.get("gradient_clip_algorithm") == "value",
+        by_value=algorithm.lower() == "value",
     )
 
 
-def _whole(settings: Mapping[str, Any], name: str, default: int = 1, *, least: int = 1) -> int:
-    """A whole number; the default if it is left out."""
-    value = settings.get(name, default)
-    if value is None and name == "accumulate_grad_batches":  # which is how LightningCLI writes the default
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: it must be a whole number, {least} or more")
-    return value
+def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of OffloadStrategy, refused as it refuses them."""
+    for name in given:
+        if name not in _DEFAULTS:
+            raise ConfigurationError(f"OffloadStrategy has no argument {name!r}: {suggest(name, _DEFAULTS)}")
+    if given.get("stream_dtype", "auto") != "auto":
+        raise ConfigurationError(f"stream_dtype={given['stream_dtype']!r} is not planned for: leave it out of the file")
+    chunks = given.get("chunks")
+    if chunks is not None and not all(isinstance(name, str) for name in (chunks if type(chunks) is list else [chunks])):
+        raise ConfigurationError(f"chunks={shown(chunks)}: names or globs of modules are needed")
+    try:
+        OffloadStrategy(**{name: value for name, value in given.items() if name not in _UNUSED})
+    except TypeError as error:
+        raise ConfigurationError(str(error)) from error
+    return {**_DEFAULTS, **given}
 
 
 def _instantiate(value: Any) -> Any:

@@ -226,14 +226,35 @@ def test_knobs_that_are_auto_are_chosen_and_the_others_stay(
     for knobs, expected in (
         ("window: auto, pin: auto, activations: auto", (None, None, (False, True))),
         ("window: 3, pin: auto, activations: keep", ((3,), None, (False,))),
-        ("pin: auto, activations: recompute", (None, None, (True,))),
-        ("window: auto, pin: [blocks.1]", (None, ((1,),), (False, True))),
+        ("window: auto, pin: auto, activations: recompute", (None, None, (True,))),
+        ("window: auto, pin: [blocks.1], activations: auto", (None, ((1,),), (False, True))),
+        ("window: auto", (None, (0,), (True,))),
+        ("pin: auto", ((2,), None, (True,))),
     ):
         code, text = plan("--config", write(tmp_path, offload(knobs)), *MACHINE, capsys=capsys)
         assert code == 0
         assert "given " not in text
         from_what = asked.pop()[2]
         assert (from_what["windows"], from_what["resident"], from_what["checkpoint"]) == expected
+
+
+def test_knobs_that_are_left_out_are_those_of_the_run(tmp_path: Path, capsys: Any) -> None:
+    full = "window: 2, pin: 0, activations: checkpoint"
+    told = [plan("--config", write(tmp_path, offload(knobs)), *MACHINE, capsys=capsys) for knobs in (full, "pin: 0")]
+    told.append(plan("--config", write(tmp_path, "offload"), *MACHINE, capsys=capsys))
+    assert told[0] == told[1] == told[2]
+    assert "given    window=2, pin=0, activations=checkpoint" in told[0][1]
+
+
+def test_in_place_of_another_strategy_everything_is_chosen(tmp_path: Path, capsys: Any) -> None:
+    code, text = plan("--config", write(tmp_path, "ddp"), *MACHINE, capsys=capsys)
+    assert code == 0
+    assert "given " not in text
+
+
+def test_arguments_on_which_no_plan_depends_may_be_objects(tmp_path: Path) -> None:
+    file = write(tmp_path, offload("device: 'cuda:0', split_fn: my.split, checkpoint_io: {class_path: my.IO}"))
+    assert from_config(file).strategy["window"] == 2
 
 
 def test_what_the_trainer_and_the_strategy_are_told_is_planned_for(
@@ -321,14 +342,22 @@ def test_a_part_of_the_gpu_is_left_to_cuda_and_the_allocator(
         ("{class_path: ramtorch_lightning.PipelineStrategy, init_args: {}}", "pipeline_offload_simulator"),
         (offload("pin: [nowhere]"), "no chunk is named 'nowhere'"),
         (offload("window: 0"), "window=0"),
-        (offload("window: two"), "window='two': it must be a whole number"),
+        (offload("window: two"), "window='two': at least 1 slot"),
         (offload("window: null"), "window=None"),
         (offload("pin: 1.5"), "pin: 1.5 is neither a count"),
+        (offload("chunks: 5"), "chunks=5: names or globs"),
+        (offload("chunks: [5]"), "chunks=[5]: names or globs"),
         (offload("pin: null"), "pin: None is neither a count"),
         (offload("pin: true"), "pin=True"),
         ("{class_path: ramtorch_lightning.OffloadStrategy, init_args: [3]}", "init_args=[3] must be a mapping"),
         (offload("activations: sometimes"), "activations='sometimes'"),
-        (offload("n_microbatches: -1"), "n_microbatches=-1: it must be a whole number, 1 or more"),
+        (offload("windw: 3"), "OffloadStrategy has no argument 'windw': did you mean 'window'"),
+        (offload("stream_dtype: float32"), "stream_dtype='float32' is not planned for"),
+        (offload("window: 2, gpu_memory: 20GB"), "gpu_memory='20GB' limits what is chosen, and nothing is"),
+        (offload("updates: 2"), "updates=2: the share of parameters"),
+        (offload("updates: true"), "updates=True: use 'host'"),
+        (offload("gradients: none"), "gradients='none'"),
+        (offload("n_microbatches: -1"), "n_microbatches=-1: at least 1 is needed"),
         (offload("resident_below: some"), "resident_below='some'"),
         (offload("window: auto, gpu_memory: 20 cats"), "gpu_memory='20 cats'"),
     ],
@@ -385,7 +414,13 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: Any) -> 
         ("trainer: 5", "it must be a mapping"),
         ("[1, 2", "cannot be read as YAML"),
         ("trainer: {accumulate_grad_batches: x}\nmodel: {class_path: a.B}", "accumulate_grad_batches='x'"),
-        ("trainer: {gradient_clip_val: x}\nmodel: {class_path: a.B}", "gradient_clip_val='x': it must be a number"),
+        ("trainer: {gradient_clip_val: x}\nmodel: {class_path: a.B}", "gradient_clip_val='x': a number"),
+        ("trainer: {gradient_clip_val: -1}\nmodel: {class_path: a.B}", "gradient_clip_val=-1: a number"),
+        ("trainer: {gradient_clip_val: .nan}\nmodel: {class_path: a.B}", "gradient_clip_val=nan: a number"),
+        (
+            "trainer: {gradient_clip_algorithm: valu}\nmodel: {class_path: a.B}",
+            "gradient_clip_algorithm='valu': use one of 'norm', 'value'",
+        ),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused_in_one_line(
