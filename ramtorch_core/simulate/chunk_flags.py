@@ -10,7 +10,7 @@ from typing import Any
 
 from ramtorch_core.errors import ConfigurationError
 from ramtorch_core.simulate.costs import ChunkCost, Machine, chunk_cost
-from ramtorch_core.simulate.options import amounts, check_amounts, count, listed, number
+from ramtorch_core.simulate.options import amounts, check_amounts, count, listed, number, refuse_beside
 
 TIMES = {
     "tf": ("forward", "forward of a chunk"),
@@ -77,8 +77,10 @@ def chunks_of(arguments: argparse.Namespace, machine: Machine, knobs: Mapping[st
     """The chunks of one combination of the flags `SWEPT`.
 
     Raises:
-        ConfigurationError: no chunk, a list of another length, a file that cannot be read, or an impossible amount.
+        ConfigurationError: no chunk, a list of another length, a file that cannot be read, an impossible amount, or
+            flags that say otherwise than a file.
     """
+    refuse_beside("chunks", (*SWEPT, "parameters"), arguments)
     if arguments.chunks:
         return _from_file(arguments.chunks, machine)
     layers = knobs["layers"]

@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: Sequence[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = options.parse(_parser(), argv)
+    options.refuse_beside("choose", ("window", "pin", "activations", "steps"), arguments)
     machine = machine_of(arguments)
     if not 0 <= arguments.extra_bytes < float("inf"):
         raise ConfigurationError(f"extra_bytes={arguments.extra_bytes}: it must be finite and not negative")

@@ -118,6 +118,25 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
+def parse(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; `given` are the names of those that are there, also where they have their defaults."""
+    arguments = made.parse_args(argv)
+    unset = argparse.Namespace(**dict.fromkeys(vars(arguments), made))
+    arguments.given = {name for name, value in vars(made.parse_args(argv, unset)).items() if value is not made}
+    return arguments
+
+
+def refuse_beside(flag: str, others: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Refuse flags that would be ignored beside another one.
+
+    Raises:
+        ConfigurationError: `flag` was given, and one of the others.
+    """
+    ignored = [other for other in others if other in arguments.given]
+    if flag in arguments.given and ignored:
+        raise ConfigurationError(f"--{ignored[0].replace('_', '-')} is ignored beside --{flag}: leave one out")
+
+
 def main(body: Callable[[Sequence[str]], None], program: str, argv: Sequence[str] | None) -> int:
     """Run a command; what the user got wrong becomes one line on stderr and exit code 2."""
     words = sys.argv[1:] if argv is None else argv

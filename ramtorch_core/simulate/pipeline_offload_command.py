@@ -38,7 +38,7 @@ def _run(argv: Sequence[str]) -> None:
     group.add_argument("--activations", type=policies, default=("keep",), help="keep, checkpoint (default: keep)")
     places = [place.value for place in Accumulate]
     group.add_argument("--accumulate", type=listed(one_of(*places)), default=("host",), help=f"gradients: {places}")
-    arguments = parser.parse_args(argv)
+    arguments = options.parse(parser, argv)
     check_amounts("comm", arguments.comm)
     machine = machine_of(arguments)
     rows = []

@@ -46,8 +46,10 @@ def schedules(arguments: argparse.Namespace, knobs: Mapping[str, Any]) -> list[S
     """The schedules of one combination of GPUs, microbatches and stages per GPU.
 
     Raises:
-        ConfigurationError: counts below one, or stages per GPU that the schedule does not take.
+        ConfigurationError: counts below one, stages per GPU that the schedule does not take, or flags that say
+            otherwise than a table.
     """
+    options.refuse_beside("table", ("p", "m", "v", "schedule", "vshape"), arguments)
     p, m, v = knobs["p"], knobs["m"], knobs["v"]
     if arguments.table:
         return [_from_file(arguments.table)]
@@ -116,7 +118,7 @@ def _run(argv: Sequence[str]) -> None:
         "--tb", type=listed(amounts), default=((2.0,),), help="seconds: backward, likewise (default: 2)"
     )
     parser.add_argument("--kept-bytes", type=number, default=0.0, help="activations of one microbatch on one GPU")
-    arguments = parser.parse_args(argv)
+    arguments = options.parse(parser, argv)
     check_amounts("comm", arguments.comm)
     rows = []
     for knobs in options.combinations(arguments, KNOBS):
