@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ramtorch_core.engine.dtypes import StreamDtypes
+from ramtorch_core.engine.modules import ForwardWrapper
 from ramtorch_core.engine.pipeline.given import check_device_weights
 from ramtorch_core.engine.update_places import UpdateSpec, check_updates
 from ramtorch_core.engine.visits import Activations
@@ -52,6 +53,16 @@ def check_options(
         check_number("host_memory", host_memory)
     StreamDtypes(stream_dtype)
     check_updates(updates)
+
+
+def check_not_streamed(module: nn.Module) -> None:
+    """Refuse a module to which an engine is attached, or to a part of it.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    if any(isinstance(each.__dict__.get("forward"), ForwardWrapper) for each in module.modules()):
+        raise ConfigurationError("this module is streamed already: close() the engine that streams it first")
 
 
 def check_modules(name: str, given: Any) -> list[nn.Module]:

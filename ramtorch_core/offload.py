@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ramtorch_core.checks import ACTIVATIONS, check_list, check_modules, check_options
+from ramtorch_core.checks import ACTIVATIONS, check_list, check_modules, check_not_streamed, check_options
 from ramtorch_core.engine.chunks import ChunkSpec, choose_resident, find_chunks
 from ramtorch_core.engine.dtypes import StreamDtypes
-from ramtorch_core.engine.modules import ForwardWrapper, tensors_in
+from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.out_of_memory import advise_streaming, advising
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.update_places import UpdateSpec
@@ -91,8 +91,7 @@ def attach(
     check_options(*first, stream_dtype, resident_below, updates, kernel, host_memory)
     if wish.open and not training and example is None:
         raise ConfigurationError("without training no optimizer's steps tell when to choose: pass example=, a batch")
-    if any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in module.modules()):
-        raise ConfigurationError("this module is streamed already: close() the engine that streams it first")
+    check_not_streamed(module)
     found = find_chunks(module, chunks, resident_below=resident_below)
     if wish.open and example is not None:
         options = {"chunks": chunks, "resident_below": resident_below, "host_memory": host_memory}

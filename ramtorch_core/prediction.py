@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ramtorch_core.checks import check_not_streamed
 from ramtorch_core.engine.calibration import Calibration, ChunkMeasure, calibrate_chunks
 from ramtorch_core.engine.chunks import ChunkSpec
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.rates import Rates, known_rates
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, check_count, shown
 from ramtorch_core.memory.device import Device
 from ramtorch_core.plan.schedule import Schedule
 from ramtorch_core.pricing import as_run, costs, doubled, half_precision, planned_costs, step_cost
@@ -115,9 +116,14 @@ def calibrate(
         rates: of the machine; by default the known ones.
 
     Raises:
-        ConfigurationError: nothing streams, or the loss does not depend on what does.
+        ConfigurationError: nothing streams, nothing is trained, an engine streams the module already, or the loss is no
+            tensor of one element that depends on what is trained.
         HostMemoryError: too little host memory.
     """
+    check_count("steps", steps)
+    check_not_streamed(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError("no parameter of the module is trained, so there is no training to measure")
     target = Device(device)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to(target.torch), batch)
 
@@ -125,9 +131,17 @@ def calibrate(
         output = module(*batch) if isinstance(batch, tuple) else module(batch)
         return mean_loss(output) if loss_fn is None else loss_fn(output)
 
+    def checked() -> Tensor:
+        loss: object = (step or forward)()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+            name = "loss_fn" if step is None else "step"
+            raise ConfigurationError(f"{name} returns {found}: a loss is a tensor of one element")
+        return loss
+
     return calibrate_chunks(
         module,
-        step or forward,
+        checked,
         target,
         rates or known_rates(target),
         chunks=chunks,

@@ -8,7 +8,7 @@ import torch
 from stream_cases import data, stack
 from torch import nn
 
-from ramtorch_core import ConfigurationError, pricing
+from ramtorch_core import ConfigurationError, attach, pricing
 from ramtorch_core.engine.launches import Launches
 from ramtorch_core.engine.peaks import Peaks
 from ramtorch_core.engine.timed_passes import Issue
@@ -264,3 +264,31 @@ class NoGradient(nn.Module):
 def test_no_windows_to_choose_from_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"windows=\(\)"):
         recommend(CALIBRATION, windows=())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps=0: a whole number of at least 1"),
+        ({"steps": 1.5}, r"steps=1\.5"),
+        ({"loss_fn": lambda out: out}, r"loss_fn returns a tensor of shape \(.*\): a loss is a tensor of one element"),
+        ({"loss_fn": lambda out: 1.0}, r"loss_fn returns 1\.0"),
+        ({"loss_fn": lambda out: out.detach().sum()}, "the loss has no gradient"),
+        ({"step": lambda: None}, "step returns None"),
+    ],
+)
+def test_steps_that_cannot_be_measured_are_refused(options, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        calibrate(stack(2), data(), **{"device": "cpu", "resident_below": 0, "steps": 1, "rates": RATES} | options)
+
+
+def test_a_model_that_is_not_trained_or_streamed_already_is_not_calibrated() -> None:
+    model = stack(2)
+    engine = attach(model, device="cpu", resident_below=0)
+    try:
+        with pytest.raises(ConfigurationError, match="streamed already"):
+            calibrate(model, data(), device="cpu", resident_below=0, rates=RATES)
+    finally:
+        engine.close()
+    with pytest.raises(ConfigurationError, match="no parameter of the module is trained"):
+        calibrate(model.requires_grad_(False), data(), device="cpu", resident_below=0, rates=RATES)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ramtorch_core.errors import ConfigurationError
+from ramtorch_core.errors import ConfigurationError, shown
 from ramtorch_core.plan.partition import spread
 
 HOST_MEMORY = "host memory"
@@ -295,14 +296,18 @@ def chunk_cost(
 
 
 def check_amounts(costs: object) -> None:
-    """Refuse negative or infinite fields of a dataclass; None is let through.
+    """Refuse fields of a dataclass that are no numbers, negative or infinite; None is let through.
 
     Raises:
         ConfigurationError: names the field and its value.
     """
     for field in fields(costs):  # type: ignore[arg-type]  # the callers are dataclasses
         value = getattr(costs, field.name)
-        if value is not None and not (0 <= value < math.inf):
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real):
+            raise ConfigurationError(f"{field.name}={shown(value)}: a number is needed")
+        if value < 0 or not value < math.inf:
             raise ConfigurationError(f"{field.name}={value}: it must be finite and not negative")
 
 

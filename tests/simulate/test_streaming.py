@@ -257,6 +257,8 @@ def test_the_resident_chunks_are_those_that_the_engine_would_keep(pin: int, chun
         (lambda: StreamingPlan(microbatches=0), "microbatches=0"),
         (lambda: StreamingPlan(ahead=2), "ahead=2: a number between 0 and 1"),
         (lambda: ChunkCost(forward=-1, backward=1), r"forward=-1: it must be finite and not negative"),
+        (lambda: ChunkCost(forward="1", backward=1), "forward='1': a number is needed"),
+        (lambda: Machine(gpu_bytes="24GB"), "gpu_bytes='24GB': a number is needed"),
         (lambda: Machine(h2d=0), "h2d=0: it must be positive"),
         (lambda: simulate_streaming([], StreamingPlan()), "0 chunks"),
         (lambda: simulate_streaming([ChunkCost(forward=1, backward=1)], StreamingPlan(), steps=0), "steps=0"),
