@@ -28,6 +28,7 @@ __all__ = [
     "check_number",
     "check_window",
     "shown",
+    "sized",
     "suggest",
 ]
 
@@ -147,6 +148,13 @@ def shown(value: object) -> str:
     """A value for a message, which a large one shall not fill."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def sized(nbytes: float, decimals: int = 2) -> str:
+    """Bytes for a message, in GB; in MB or KB where so many decimals would leave little of them."""
+    if nbytes >= 10 ** (9 - decimals):
+        return f"{nbytes / 1e9:.{decimals}f} GB"
+    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.3g} KB"
 
 
 def suggest(wanted: str, names: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from ramtorch_core.engine.laps import op_seconds
 from ramtorch_core.engine.pipeline.executor import StepResult
 from ramtorch_core.engine.pipeline.runner import PipelineRunner, ScheduleSpec, plan_schedule
 from ramtorch_core.engine.pipeline.step import Root
+from ramtorch_core.errors import sized
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.ranges import Kind, Listener, Range
 from ramtorch_core.plan.check import peak_activations
@@ -215,7 +216,7 @@ class AutoSchedule:
     def _memory(self, name: str) -> str:
         peaks = [self._peak(name, index) for index in range(len(self._runner.devices))]
         known = [peak for peak in peaks if peak is not None]
-        return f", {max(known) / 1e9:.2f} GB of GPU memory" if known else ""
+        return f", {sized(max(known))} of GPU memory" if known else ""
 
     def _read(self, listeners: Sequence[Listener], begun: Sequence[int | None]) -> _Timed:
         seconds: dict[tuple[int, str], list[float]] = defaultdict(list)

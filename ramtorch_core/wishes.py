@@ -24,21 +24,25 @@ CONTEXT_BYTES = 500_000_000
 _UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
-def bytes_of(size: int | str, name: str = "gpu_memory") -> int:
-    """Bytes, from a number of them or, for example, `"24GB"` or `"22.5 GiB"`.
+def bytes_of(size: float | str, name: str = "gpu_memory") -> int:
+    """Bytes, from a whole number of them or, for example, `"24GB"` or `"22.5 GiB"`.
+
+    A text without a unit is a number of bytes too, from a megabyte on: `"24"` can only be meant otherwise.
 
     Raises:
         ConfigurationError: anything else, or nothing.
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     try:
-        if isinstance(size, str) and found is not None:
-            nbytes = int(float(found[1]) * _UNITS[found[2]])
-        elif isinstance(size, int) and not isinstance(size, bool):
-            nbytes = size
+        if found is not None:
+            nbytes = int(float(found[1]) * (_UNITS[found[2]] if found[2] else 1))
+            sure = bool(found[2]) or nbytes >= _UNITS["MB"]
         else:
-            raise KeyError
-    except (KeyError, OverflowError, ValueError):
+            nbytes = int(size)
+            sure = not isinstance(size, bool | str) and nbytes == size
+        if not sure:
+            raise ValueError
+    except (KeyError, OverflowError, TypeError, ValueError):
         units = ", ".join(_UNITS)
         raise ConfigurationError(f"{name}={shown(size)}: give bytes, or a number of {units}, as in '24GB'") from None
     if nbytes <= 0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ramtorch_core import ConfigurationError
-from ramtorch_core.errors import RamtorchError
+from ramtorch_core.errors import RamtorchError, sized
 from ramtorch_core.planning import (
     DoesNotFit,
     Estimate,
@@ -137,8 +137,8 @@ def _report(
     lines = [
         f"model    {chosen.name}: {found.parameters:,} parameters, {found.trained:,} of them trained; "
         f"{len(chunks)} chunks stream, the largest is {largest.name} with {largest.weight_bytes / 1e6:,.1f} MB",
-        f"machine  {source}: {(rates.device_bytes or 0) / 1e9:.1f} GB on the GPU, of which a plan may take "
-        f"{limit / 1e9:.1f}, {rates.h2d / 1e9:.1f} GB/s over PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, "
+        f"machine  {source}: {sized(rates.device_bytes or 0, 1)} on the GPU, of which a plan may take "
+        f"{sized(limit, 1)}, {rates.h2d / 1e9:.1f} GB/s over PCIe, {rates.host_memory / 1e9:.0f} GB/s of host memory, "
         f"{options.tflops:g} TFLOP/s",
     ]
     if options.tokens:
@@ -155,7 +155,7 @@ def _report(
         fits = prediction.peak_bytes <= limit
         lines.append(
             f"given    {', '.join(f'{name}={value}' for name, value in knobs.items())}: "
-            f"{timed(prediction.seconds, planned)}, {prediction.peak_bytes / 1e9:.2f} GB on the GPU: "
+            f"{timed(prediction.seconds, planned)}, {sized(prediction.peak_bytes)} on the GPU: "
             f"{'fits' if fits else 'does not fit'}"
         )
         knobs = {}
@@ -178,9 +178,9 @@ def _report(
         needed, what = found.bytes, "the model as it is built; training takes less, with chunks on the GPU"
     verdict = "" if planned is None else ", as given"
     if options.ram is not None:
-        verdict += f" of {options.ram / 1e9:.1f} GB: {'fits' if needed <= options.ram else 'does not fit'}"
+        verdict += f" of {sized(options.ram, 1)}: {'fits' if needed <= options.ram else 'does not fit'}"
         fits &= needed <= options.ram
-    lines.append(f"RAM      {needed / 1e9:.1f} GB{verdict} ({what})")
+    lines.append(f"RAM      {sized(needed, 1)}{verdict} ({what})")
     return lines, fits
 
 

@@ -46,7 +46,7 @@ def test_after_the_first_steps_the_choice_is_made_and_told(caplog: pytest.LogCap
     told = [message for message in caplog.messages if "s per step" in message]
     assert len(told) == 1
     assert told[0].startswith("window=1, pin=range(4), activations=keep: ")
-    for part in ("GB of GPU memory", "limited by: ", "% busy", "2 microbatches instead of 1", "precision='bf16-mixed'"):
+    for part in ("B of GPU memory", "limited by: ", "% busy", "2 microbatches instead of 1", "precision='bf16-mixed'"):
         assert part in told[0]
     descend(model, optimizer, 9)
     streamer.close()
@@ -204,7 +204,7 @@ def test_memory_in_which_nothing_fits_leaves_the_first_knobs_with_a_warning(capl
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     text = warning.getMessage()
     assert text.startswith("goes on with window=2, pin=0, activations=checkpoint: ")
-    assert "0.00 GB of GPU memory" in text
+    assert "0.098 KB of GPU memory" in text
     assert knobs_of(streamer) == Knobs(2, frozenset(), Activations.CHECKPOINT)
     streamer.close()
 
@@ -261,7 +261,8 @@ def test_sizes_are_read() -> None:
     assert bytes_of("20GB") == 20 * 10**9
     assert bytes_of(" 1.5 GiB ") == 3 << 29
     assert bytes_of(17) == 17
-    for wrong in ("20", "20 gigs", "GB", "", 0, -1, 1.5, True, "0GB"):
+    assert bytes_of(24e9) == bytes_of("24000000000") == 24 * 10**9
+    for wrong in ("20", "20 gigs", "GB", "", 0, -1, 1.5, float("nan"), float("inf"), True, None, "0GB"):
         with pytest.raises(ConfigurationError, match="gpu_memory="):
             bytes_of(wrong)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ramtorch_core.errors import ConfigurationError, shown
+from ramtorch_core.errors import ConfigurationError, shown, sized
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY, ChunkCost, Machine, StepCost, resident_chunks
 from ramtorch_core.simulate.knobs import Accumulate, Optimizer, Order, StreamingPlan
 from ramtorch_core.simulate.streaming import Outline, StreamingResult, outline, simulate_streaming
@@ -70,7 +70,7 @@ class Choice:
     def __str__(self) -> str:
         share = 100 * self.compute_seconds / self.seconds if self.seconds else 100.0
         lines = [
-            f"{describe(self.plan)}: {timed(self.seconds, self.plan)}, {self.peak_bytes / 1e9:.2f} GB of GPU memory",
+            f"{describe(self.plan)}: {timed(self.seconds, self.plan)}, {sized(self.peak_bytes)} of GPU memory",
             f"limited by: {self.binding}; the GPU computes {share:.0f} % of the time",
         ]
         for offer in self.offers:
@@ -169,10 +169,10 @@ def _changes(
     if machine.gpu_bytes is not None:
         for factor in (1.5, 2.0):
             larger = replace(machine, gpu_bytes=factor * machine.gpu_bytes)
-            planned = f"{factor * machine.gpu_bytes / 1e9:.1f} GB"
+            planned = sized(factor * machine.gpu_bytes, 1)
             change = f"{factor:g} times the memory for the plan ({planned})"
             if machine.gpu_whole is not None:
-                whole = f"{factor * machine.gpu_whole / 1e9:.1f} GB"
+                whole = sized(factor * machine.gpu_whole, 1)
                 change = f"{factor:g} times the GPU memory ({whole}, of which the plan may take {planned})"
             yield change, chunks, larger, base
     plan, others = doubled
@@ -242,11 +242,11 @@ def _search(
             fastest = min(fastest, result.seconds)
             fitting.append((plan, result))
     if not fitting:
-        of = "" if machine.gpu_whole is None else f" (a plan's part of {machine.gpu_whole / 1e9:.2f} GB)"
+        of = "" if machine.gpu_whole is None else f" (a plan's part of {sized(machine.gpu_whole)})"
         fewer = " Use fewer microbatches at once, or smaller ones" if base.together > 1 else " Use smaller microbatches"
         raise DoesNotFit(
-            f"no window, pin and activation policy fits into {limit / 1e9:.2f} GB of GPU memory{of}: about "
-            f"{least / 1e9:.2f} GB are needed.{fewer}, or smaller chunks"
+            f"no window, pin and activation policy fits into {sized(limit)} of GPU memory{of}: about "
+            f"{sized(least)} are needed.{fewer}, or smaller chunks"
         )
     close = [entry for entry in fitting if entry[1].seconds <= fastest * (1 + TOLERANCE)]
     return min(close, key=lambda entry: (entry[1].peak_bytes, entry[1].seconds)), simulated

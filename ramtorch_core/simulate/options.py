@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ramtorch_core.errors import ConfigurationError, PlanError
+from ramtorch_core.errors import ConfigurationError, PlanError, sized
 from ramtorch_core.simulate.chart import plot, table, text_chart
 from ramtorch_core.simulate.costs import BOTH_WAYS, HOST_MEMORY
 from ramtorch_core.simulate.timeline import Timeline
@@ -95,6 +95,12 @@ def listed(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return convert_all
 
 
+def _png(path: str) -> str:
+    if not path.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{path!r}: charts are PNG, so the name of the file must end in .png")
+    return path
+
+
 def combinations(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every combination of the values that these flags were given."""
     for values in itertools.product(*(getattr(arguments, name) for name in names)):
@@ -110,7 +116,7 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
         "seconds, or in any other unit if all of them are.",
     )
     output = made.add_argument_group("output")
-    output.add_argument("--plot", metavar="FILE.png", help="draw the fastest combination")
+    output.add_argument("--plot", type=_png, metavar="FILE.png", help="draw the fastest combination")
     output.add_argument(
         "--json", action="store_true", help="print figures and the fastest timeline as JSON, nothing else"
     )
@@ -204,8 +210,8 @@ def mark_what_fits(rows: Sequence[Row], gpu_bytes: float | None) -> None:
         least = min(rows, key=lambda row: row.figures["peak bytes"])
         knobs = ", ".join(f"{key}={value}" for key, value in least.knobs.items() if key != "fits")
         raise ConfigurationError(
-            f"none of {len(rows)} combinations fits into {gpu_bytes / 1e9:.2f} GB of GPU memory: the smallest, "
-            f"{knobs}, needs {least.figures['peak bytes'] / 1e9:.2f} GB. Lower --window or --pin, or checkpoint"
+            f"none of {len(rows)} combinations fits into {sized(gpu_bytes)} of GPU memory: the smallest, "
+            f"{knobs}, needs {sized(least.figures['peak bytes'])}. Lower --window or --pin, or checkpoint"
         )
 
 

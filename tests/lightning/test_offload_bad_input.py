@@ -22,6 +22,7 @@ from ramtorch_lightning.refusals import check_fused
         ({"window": 0}, "window=0: at least 1 slot is needed; 2 let copies overlap compute"),
         ({"window": -1}, "window=-1: at least 1 slot"),
         ({"window": True}, "window=True: at least 1 slot"),
+        ({"resident_below": "some"}, "resident_below='some': a number is needed"),
         ({"window": 1.5}, "window=1.5: at least 1 slot"),
         ({"pin": -1}, "pin=-1: the number of resident chunks cannot be negative; use 0"),
         ({"activations": "forget"}, "activations='forget': use one of 'keep', 'checkpoint', 'recompute'"),

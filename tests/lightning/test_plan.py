@@ -156,7 +156,7 @@ def test_the_host_has_to_hold_the_model_before_its_chunks_move_to_the_gpu(capsys
     arguments = [here("Large"), "--init", "width=1024", "depth=4", "--gpu", "24GB"]
     _, text = plan(*arguments, capsys=capsys)
     assert "window=1, pin=4" in text
-    assert "RAM      0.0 GB (the model as it is built" in text
+    assert "RAM      16.8 MB (the model as it is built" in text
     for ram, fits in (("16MB", 1), ("17MB", 0)):
         assert plan(*arguments, "--ram", ram, capsys=capsys)[0] == fits
 
@@ -486,6 +486,16 @@ def test_sizes_need_units(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["x:Y", "--gpu", "24"])
     assert "as in '24GB'" in capsys.readouterr().err
+
+
+def test_sizes_may_be_bytes_and_small_ones_are_shown_in_megabytes(capsys: Any) -> None:
+    arguments = [here("Large"), "--init", "width=1024", "depth=2"]
+    in_bytes, in_words = (plan(*arguments, "--gpu", size, capsys=capsys) for size in ("24000000000", "24GB"))
+    assert in_bytes == in_words
+    code, text = plan(*arguments, "--gpu", "502MB", capsys=capsys)
+    assert code == 1
+    assert "of which a plan may take 1.9 MB" in text
+    assert "fits into 1.9 MB of GPU memory" in text
 
 
 def test_weights_are_cast_once_whoever_looks_at_them(capsys: Any) -> None:

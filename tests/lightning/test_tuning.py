@@ -63,7 +63,7 @@ def test_a_fit_chooses_once_and_tells_it(caplog: pytest.LogCaptureFixture) -> No
     assert_same(found.record["seen"], plain.record["seen"])
     (message,) = told(caplog)
     assert message.startswith(f"OffloadStrategy: window=1, pin=range({chunks}), activations=keep: ")
-    for part in ("GB of GPU memory", "limited by: ", "% busy", "microbatches instead of 1", "precision='bf16-mixed'"):
+    for part in ("B of GPU memory", "limited by: ", "% busy", "microbatches instead of 1", "precision='bf16-mixed'"):
         assert part in message
 
 

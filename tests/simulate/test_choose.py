@@ -148,6 +148,13 @@ def test_memory_outside_of_chunks_counts() -> None:
     assert plenty.peak_bytes <= 20e9 >= scarce.peak_bytes
 
 
+def test_little_memory_is_told_in_megabytes() -> None:
+    small = [ChunkCost(forward=1, backward=2, weight_bytes=1e6)] * 3
+    assert "1 MB of GPU memory" in str(choose(small, Machine(gpu_bytes=2e6), base=StreamingPlan(), offers=False))
+    with pytest.raises(ConfigurationError, match=r"fits into 0\.5 MB of GPU memory: about 1 MB are needed"):
+        choose(small, Machine(gpu_bytes=0.5e6))
+
+
 def test_what_cannot_fit_is_refused_with_both_numbers_and_a_remedy() -> None:
     with pytest.raises(ConfigurationError, match=r"fits into 0\.50 GB .* about 1\.\d\d GB are needed\. Use smaller"):
         choose(model(), Machine(gpu_bytes=0.5e9))

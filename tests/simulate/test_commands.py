@@ -274,6 +274,8 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line: str, message: str
         ("offload_simulator --window x", "'x' is no number"),
         ("offload_simulator --window 1.5", "'1.5' is no whole number"),
         ("offload_simulator --activations kept", "'kept' is none of keep, checkpoint"),
+        ("offload_simulator --plot chart.pdf", "'chart.pdf': charts are PNG"),
+        ("schedule_simulator --plot=", "'': charts are PNG"),
         ("schedule_simulator --schedule 2f2b", "'2f2b' is none of"),
     ],
 )
