@@ -31,7 +31,8 @@ class TraceCallback(pl.Callback):
 
     Raises:
         ConfigurationError: steps that are no list of whole numbers from 0, none, or some with gaps; a path that cannot
-            be a file; at the start of training, a Trainer with torch's profiler.
+            be a file; at the start of training, a Trainer with torch's profiler, or another callback of this kind with
+            some of these batches.
     """
 
     def __init__(self, path: str | PathLike[str], steps: Sequence[int] = (4, 5)) -> None:
@@ -47,6 +48,12 @@ class TraceCallback(pl.Callback):
                 "TraceCallback and Trainer(profiler='pytorch') are both torch's profiler, which runs once at a time: "
                 "leave one out"
             )
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, TraceCallback) and other is not self and {*self._steps} & {*other._steps}:
+                raise ConfigurationError(
+                    f"two TraceCallbacks, with steps={self._steps} and steps={other._steps}, overlap, and torch's "
+                    f"profiler runs once at a time: give them other steps, or leave one out"
+                )
         self._seen = 0
 
     @override

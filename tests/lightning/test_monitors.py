@@ -421,6 +421,14 @@ def test_a_trace_beside_torchs_profiler_is_refused_before_the_first_batch(tmp_pa
     profiler.teardown("fit")  # Lightning lets it run on after an error
 
 
+def test_traces_of_the_same_batch_are_refused_before_the_first_one(tmp_path: Path) -> None:
+    traces = lambda *steps: [TraceCallback(tmp_path / f"{each[0]}.json", steps=each) for each in steps]
+    with pytest.raises(ConfigurationError, match=r"steps=\[1, 2\] and steps=\[2, 3\], overlap"):
+        fit(Classifier, Kept(), callbacks=lambda: traces([1, 2], [2, 3]), max_epochs=1)
+    fit(Classifier, Kept(), callbacks=lambda: traces([1], [2, 3]), max_epochs=1)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["1.json", "2.json"]
+
+
 def test_a_failing_training_step_ends_the_trace(tmp_path: Path) -> None:
     class Fails(pl.LightningModule):
         def __init__(self) -> None:
