@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ramtorch_core import Streamer
 from ramtorch_core.prediction import Optimizer as Where
 from ramtorch_core.prediction import StreamingPlan, rates_of
-from ramtorch_core.tuning import Order, Tuner, Wish
+from ramtorch_core.tuning import TIMED, WARM_UP, Order, Tuner, Wish
 from ramtorch_lightning._lightning import pl, rank_zero_info, rank_zero_warn
 from ramtorch_lightning.overlap import StepPath
 
@@ -59,7 +59,9 @@ class BatchTuner:
         self._begun = True
 
     def close(self) -> None:
-        """Measure no more. Idempotent."""
+        """Measure no more; warns where training ends before the moment of choice. Idempotent."""
+        if self._path is not None and not self.tuner.done and not self._trainer.interrupted:
+            _say(f"training ended before what is 'auto' was chosen: that takes more than {WARM_UP + TIMED} steps", True)
         self.tuner.close()
 
     def _base(self) -> StreamingPlan:

@@ -67,6 +67,21 @@ def test_a_fit_chooses_once_and_tells_it(caplog: pytest.LogCaptureFixture) -> No
         assert part in message
 
 
+def test_a_fit_that_ends_before_the_choice_warns_and_one_that_fails_does_not(recwarn: Any) -> None:
+    class Fails(Classifier):
+        def training_step(self, *args: Any) -> Any:
+            raise OSError("no data")
+
+    told = lambda: [str(each.message) for each in recwarn if "before what is 'auto' was chosen" in str(each.message)]
+    with pytest.raises(OSError, match="no data"):
+        fit(Fails, OffloadStrategy(**AUTO), max_epochs=1)
+    fit(Classifier, OffloadStrategy(**AUTO), max_epochs=2)
+    assert not told()
+    fit(Classifier, OffloadStrategy(**AUTO), max_epochs=1)
+    assert len(told()) == 1
+    assert "OffloadStrategy: training ended before" in told()[0]
+
+
 @pytest.mark.parametrize("gradients", ["auto", "published"])
 def test_from_the_choice_on_a_fit_equals_one_with_these_knobs_given(gradients: str) -> None:
     batches, at = 10, WARM_UP + TIMED
