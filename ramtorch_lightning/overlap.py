@@ -51,7 +51,7 @@ def why_published(module: pl.LightningModule, trainer: pl.Trainer, optimizers: S
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         return "gradients are clipped by value"
     clip: object = torch.nn.utils.clip_grad_norm_
-    if trainer.gradient_clip_val and getattr(clip, "__module__", None) != "torch.nn.utils.clip_grad":
+    if trainer.gradient_clip_val and not str(getattr(clip, "__module__", None)).startswith("torch.nn.utils"):
         return "torch.nn.utils.clip_grad_norm_ was replaced, and what stands there is given gradients"
     if _has_backward_hooks(module):
         names = [name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks]
