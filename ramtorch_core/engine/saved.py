@@ -9,12 +9,15 @@ in-place changes off; every pack carries the version and `unpack` raises the err
 from __future__ import annotations
 
 import contextlib
+import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.memory.window import Slot
@@ -54,6 +57,16 @@ def hooks_around() -> bool:
 
 def _active_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """Remove the hooks of the checkpoints that `error` passed through, before the thread saves anything else.
+
+    torch before 2.13 leaves that to the collection of the error's traceback, whenever and in whichever thread it comes.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is inspect.unwrap(checkpoint).__code__:
+            frame.clear()
 
 
 class SavedTensors:

@@ -27,6 +27,7 @@ from ramtorch_core.engine.modules import move_buffers
 from ramtorch_core.engine.observe import Observer, is_compiled
 from ramtorch_core.engine.optimizer_hook import tell_of_steps
 from ramtorch_core.engine.out_of_memory import add_advice, advise_streaming
+from ramtorch_core.engine.saved import end_checkpoints
 from ramtorch_core.engine.update_places import UpdateSpec
 from ramtorch_core.engine.updates import Updates
 from ramtorch_core.engine.visits import Activations, Visits
@@ -219,9 +220,11 @@ class Streamer:
             with self.updates.watching.watch(compiled=self._compiled) if outermost else contextlib.nullcontext():
                 yield
             failed = False
-        except RuntimeError as error:
-            explain(error, self.never_visited())
-            add_advice(error, partial(advise_streaming, self))
+        except BaseException as error:
+            end_checkpoints(error)
+            if isinstance(error, RuntimeError):
+                explain(error, self.never_visited())
+                add_advice(error, partial(advise_streaming, self))
             raise
         finally:
             self._depth -= 1

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from pipeline_cases import Chain, accumulate, assert_same_gradients, batches, pipeline, run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ramtorch_core.engine.pipeline.crew import Crew
 from ramtorch_core.engine.pipeline.executor import Executor
@@ -75,6 +76,23 @@ def test_an_error_anywhere_reaches_the_caller_and_the_next_step_is_exact(place: 
             reference.load_state_dict(model.state_dict())
             accumulate(reference, reference.training_step, batches(5))
             assert_same_gradients(model, reference, run(executor, model.training_step, marked(None), schedule))
+
+
+def test_an_error_in_a_checkpoint_leaves_threads_that_work_even_if_it_is_kept() -> None:
+    model = Fragile()
+    model.place = "forward 1"
+
+    def training_step(batch: Any) -> Any:
+        return checkpoint(model.training_step, batch, use_reentrant=False)
+
+    with pipeline(model, CUTS) as executor:
+        with pytest.raises(ArithmeticError) as kept:
+            run(executor, training_step, marked(2))
+        reference = Chain()
+        reference.load_state_dict(model.state_dict())
+        accumulate(reference, reference.training_step, batches(5))
+        assert_same_gradients(model, reference, run(executor, model.training_step, marked(None)))
+    assert kept.tb is not None
 
 
 def test_user_code_cannot_swallow_the_abort_of_a_step() -> None:

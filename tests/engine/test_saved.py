@@ -35,6 +35,22 @@ def test_no_slot_memory_is_saved_between_forward_and_backward():
         assert all(torch.equal(p, e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
+@every_mode
+def test_an_error_that_leaves_a_checkpoint_leaves_no_hooks_even_if_it_is_kept(mode):
+    class Failing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.fail, x, use_reentrant=False)
+
+        def fail(self, x: Tensor) -> Tensor:
+            raise ArithmeticError
+
+    model = Stack(Block(), Failing(), Block())
+    with streaming(model, **mode), pytest.raises(ArithmeticError) as kept:
+        model(data())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert kept.tb is not None
+
+
 def saved(fn: Tensor) -> list[Tensor]:
     """Every tensor that the graph behind `fn` keeps."""
     found, stack_, seen = [], [fn], set()

@@ -17,6 +17,7 @@ from ramtorch_core.engine.pipeline.microbatch import Microbatch
 from ramtorch_core.engine.pipeline.thread_state import engine_backward, outside_autocast
 from ramtorch_core.engine.pipeline.trees import map_tensors, tensors_in
 from ramtorch_core.engine.pipeline.turnstile import Aborted, Turnstile
+from ramtorch_core.engine.saved import end_checkpoints
 from ramtorch_core.errors import RamtorchError, StageOrderError
 from ramtorch_core.memory.device import Device, Event
 from ramtorch_core.plan.schedule import Op
@@ -99,6 +100,7 @@ class Step:
         except Aborted:
             pass
         except BaseException as error:
+            end_checkpoints(error)
             self.turnstile.abort(error)
         finally:
             _driving.current = None
