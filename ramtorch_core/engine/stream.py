@@ -266,8 +266,12 @@ class Streamer:
     def end_lending(self) -> None:
         """Undo `begin_lending`. Idempotent; an error in the step has the same effect."""
         if self._lending:
-            self._lending = False
             self._inventory.rest.take_writes(compare=True)  # nothing is under way on the device
+            self._stop_lending()
+
+    def _stop_lending(self) -> None:
+        if self._lending:
+            self._lending = False
             self._inventory.rest.leave()
 
     def _begin_scope(self) -> Observer | None:
@@ -308,7 +312,7 @@ class Streamer:
 
     def _begin_step(self) -> None:
         ambient = self.dtypes.at_beginning(self._visits.ambient())
-        self.end_lending()
+        self._stop_lending()
         strays = self._learning.strays()
         if strays or self._inventory.moved():
             self._inventory.stray |= strays
@@ -342,7 +346,7 @@ class Streamer:
         if self.closed:
             return
         self._visits.close_backward()
-        self.end_lending()
+        self._stop_lending()
         self._backwards.abandon()
         self._visits.graphs.clear()
         if self._inventory.built:
