@@ -134,6 +134,18 @@ def test_compute_and_the_hosts_time_are_measured_apart_from_waits(calibrations: 
         assert issue.loss == pytest.approx(LOSS.issue_forward + LOSS.issue_backward)
 
 
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_copies_overlap_compute_from_one_forward_to_the_next_whatever_number_of_chunks_streams(window: int) -> None:
+    """The last chunk of a pass is still computed when the first of the next one is copied, to another slot."""
+    for count in range(3, 8):
+        chunks = [(32, Times(1.0 * MS, 1.0 * MS, 0.0, 0.0))] * count
+        world = World(rates(1.0, 1.0, 0.1), chunks, Times(0.0, 0.0, 0.0, 0.0))
+        plan = StreamingPlan(train=False, window=window)
+        measured = world.train(plan)[0]
+        assert measured == pytest.approx(count * MS), count
+        assert predict(world.calibrate(), plan, Machine()).seconds == pytest.approx(measured), count
+
+
 @pytest.mark.parametrize("optimizer", [Optimizer.OVERLAPPED, Optimizer.JOINED])
 def test_knobs_are_chosen_with_what_steps_take_here_and_not_with_the_rates_alone(optimizer: Optimizer) -> None:
     world = World(rates(0.3, 0.4, 1.5), CHUNKS, LOSS, tail=0.4 * MS, between=3 * MS, slower=3.0)

@@ -71,6 +71,7 @@ class Follower:
         self._step = object()
         self._plan: TransferPlan | None = None
         self._issued = 0
+        self._order = list(window.slots)  # those of the plan: what was used longest ago is free first
         self._clock = 0
         self._backward: OpenVisit | None = None
         self._beginning: _Beginning | None = None
@@ -95,7 +96,7 @@ class Follower:
             self._beginning = (self._previous, visit, torch.is_grad_enabled())
             likely = self._learned.get(self._beginning) or self._learned.get((None, *self._beginning[1:]))
             if likely is None or likely is not self._plan:  # else it was begun by `prefetch`
-                self._plan, self._issued = likely, 0
+                self._begin_plan(likely)
         self.visits.append(visit)
         self.visited.add(group.index)
         self._ended.append(False)
@@ -151,7 +152,7 @@ class Follower:
     def prefetch(self) -> None:
         """Between two steps: start the copies that the next one needs first, if it is like the last that came here."""
         if not self.visits and self._plan is None:
-            self._plan, self._issued = self._successor.get(self._previous), 0
+            self._begin_plan(self._successor.get(self._previous))
             self._issue()
 
     def abandon_step(self) -> None:
@@ -168,18 +169,23 @@ class Follower:
         self._step = object()
         self.window.forget()
 
+    def _begin_plan(self, plan: TransferPlan | None) -> None:
+        """The plan's slots are empty, so which is which is free: the first copies go where nothing is read any more."""
+        self._plan, self._issued = plan, 0
+        self._order = sorted(self.window.slots, key=lambda slot: slot.last_use)
+
     def _planned_slot(self, position: int, visit: Visit) -> Slot | None:
         plan = self._plan
         if plan is None:
             return None
         if position < len(plan.itinerary) and plan.itinerary[position] == visit:
             self._issue()
-            slot = self.window.slots[plan.slot_of_visit[position]]
+            slot = self._order[plan.slot_of_visit[position]]
             self._freshen(self.groups[visit.chunk])
             if slot.group is self.groups[visit.chunk]:
                 return slot
             if not slot.in_use:  # written since it was copied
-                self._load(Transfer(visit.chunk, slot.index, needed_by=position, after=position - 1))
+                self._load(Transfer(visit.chunk, slot.index, needed_by=position, after=position - 1), slot)
                 self.on_demand += 1
                 return slot
         self._plan = None
@@ -191,7 +197,7 @@ class Follower:
         if slot is not None:
             return slot
         slot = self.window.victim()
-        self._load(Transfer(group.index, slot.index, needed_by=position, after=position - 1))
+        self._load(Transfer(group.index, slot.index, needed_by=position, after=position - 1), slot)
         self.on_demand += 1
         return slot
 
@@ -201,19 +207,20 @@ class Follower:
             transfer = self._plan.transfers[self._issued]
             may_start = transfer.after < 0 or (transfer.after < len(self._ended) and self._ended[transfer.after])
             group = self.groups[transfer.chunk]
-            if not may_start or self.window.slots[transfer.slot].in_use or self._masters.is_pending(group):
+            slot = self._order[transfer.slot]
+            if not may_start or slot.in_use or self._masters.is_pending(group):
                 return
             self._issued += 1
             self._freshen(group)
-            self._load(transfer)
+            self._load(transfer, slot)
 
     def _freshen(self, group: WeightGroup) -> None:
         """What a slot holds of a group that was written since is out of date."""
         if self._masters.refresh(group):
             self.window.forget(group)
 
-    def _load(self, transfer: Transfer) -> None:
+    def _load(self, transfer: Transfer, slot: Slot) -> None:
         group = self.groups[transfer.chunk]
         self.window.forget(group)
-        self.window.load(group, self.window.slots[transfer.slot])
+        self.window.load(group, slot)
         self.transfers.append(transfer)

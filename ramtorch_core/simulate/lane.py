@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ramtorch_core.plan.itinerary import Direction, Visit
@@ -88,11 +89,14 @@ class Lane:
     def begin(self, itinerary: Iterable[Visit], since: int | None = None) -> None:
         """Plan the transfers of the next visits, which come after `since`. What the slots hold is not trusted."""
         plan = plan_transfers([v for v in itinerary if v.chunk not in self.resident], max(1, self.slots))
-        self._slot_of_visit, self._itinerary, self._since = plan.slot_of_visit, plan.itinerary, since
-        self._waiting = deque(plan.transfers)
+        order = sorted(range(max(1, self.slots)), key=lambda slot: self._freed.get(slot, -1))  # longest free first
+        self._slot_of_visit = tuple(order[slot] for slot in plan.slot_of_visit)
+        self._itinerary, self._since = plan.itinerary, since
+        transfers = [replace(transfer, slot=order[transfer.slot]) for transfer in plan.transfers]
+        self._waiting = deque(transfers)
         self._visits: list[int] = []  # ends of the streamed visits so far
         self._content: dict[int, int] = {}  # slot -> the transfer that filled it
-        self._last = _last_uses(plan.slot_of_visit, plan.transfers)
+        self._last = _last_uses(self._slot_of_visit, transfers)
         self.transfers += len(plan.transfers)
 
     def spend(self, seconds: float, label: str, after: Iterable[int | None] = ()) -> None:
