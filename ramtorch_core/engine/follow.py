@@ -71,7 +71,7 @@ class Follower:
         self._step = object()
         self._plan: TransferPlan | None = None
         self._issued = 0
-        self._order = list(window.slots)  # those of the plan: what was used longest ago is free first
+        self._order = list(range(len(window.slots)))  # by number in transfers: index of the slot
         self._clock = 0
         self._backward: OpenVisit | None = None
         self._beginning: _Beginning | None = None
@@ -170,9 +170,12 @@ class Follower:
         self.window.forget()
 
     def _begin_plan(self, plan: TransferPlan | None) -> None:
-        """The plan's slots are empty, so which is which is free: the first copies go where nothing is read any more."""
+        """A plan does not care which slot has which number: its first copies go to those used longest ago."""
         self._plan, self._issued = plan, 0
-        self._order = sorted(self.window.slots, key=lambda slot: slot.last_use)
+        self._order = sorted(range(len(self.window.slots)), key=lambda index: self.window.slots[index].last_use)
+
+    def _slot(self, number: int) -> Slot:
+        return self.window.slots[self._order[number]]
 
     def _planned_slot(self, position: int, visit: Visit) -> Slot | None:
         plan = self._plan
@@ -180,12 +183,12 @@ class Follower:
             return None
         if position < len(plan.itinerary) and plan.itinerary[position] == visit:
             self._issue()
-            slot = self._order[plan.slot_of_visit[position]]
+            slot = self._slot(plan.slot_of_visit[position])
             self._freshen(self.groups[visit.chunk])
             if slot.group is self.groups[visit.chunk]:
                 return slot
             if not slot.in_use:  # written since it was copied
-                self._load(Transfer(visit.chunk, slot.index, needed_by=position, after=position - 1), slot)
+                self._load(Transfer(visit.chunk, plan.slot_of_visit[position], needed_by=position, after=position - 1))
                 self.on_demand += 1
                 return slot
         self._plan = None
@@ -197,7 +200,7 @@ class Follower:
         if slot is not None:
             return slot
         slot = self.window.victim()
-        self._load(Transfer(group.index, slot.index, needed_by=position, after=position - 1), slot)
+        self._load(Transfer(group.index, self._order.index(slot.index), needed_by=position, after=position - 1))
         self.on_demand += 1
         return slot
 
@@ -207,20 +210,19 @@ class Follower:
             transfer = self._plan.transfers[self._issued]
             may_start = transfer.after < 0 or (transfer.after < len(self._ended) and self._ended[transfer.after])
             group = self.groups[transfer.chunk]
-            slot = self._order[transfer.slot]
-            if not may_start or slot.in_use or self._masters.is_pending(group):
+            if not may_start or self._slot(transfer.slot).in_use or self._masters.is_pending(group):
                 return
             self._issued += 1
             self._freshen(group)
-            self._load(transfer, slot)
+            self._load(transfer)
 
     def _freshen(self, group: WeightGroup) -> None:
         """What a slot holds of a group that was written since is out of date."""
         if self._masters.refresh(group):
             self.window.forget(group)
 
-    def _load(self, transfer: Transfer, slot: Slot) -> None:
+    def _load(self, transfer: Transfer) -> None:
         group = self.groups[transfer.chunk]
         self.window.forget(group)
-        self.window.load(group, slot)
+        self.window.load(group, self._slot(transfer.slot))
         self.transfers.append(transfer)

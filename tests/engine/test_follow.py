@@ -1,5 +1,7 @@
 """The follower learns a step's itinerary, issues the plan's transfers, and relearns after an excursion."""
 
+import gc
+import weakref
 from contextlib import closing
 
 import pytest
@@ -158,3 +160,15 @@ def test_a_visit_of_an_abandoned_step_closes_nothing_of_the_next() -> None:
         assert new.slot.in_use
         follower.close(new)
         assert not new.slot.in_use
+
+
+def test_slots_are_freed_with_the_engine_though_it_is_still_known():
+    model = stack()
+    with streaming(model) as streamer:
+        for _ in range(3):
+            model(data()).sum().backward()
+        slots = [weakref.ref(slot) for slot in streamer.window.slots]
+    gc.collect()
+    assert slots
+    assert not any(slot() for slot in slots)
+    assert streamer.closed
