@@ -1,21 +1,23 @@
 """Predicted against measured: seconds per step, their parts, and peak memory of many plans, from one calibration.
 
-    python benchmarks/prediction.py [--output predictions.json]     # some minutes on a GPU; two GPUs get pipelines too
+    python benchmarks/prediction.py [--output predictions.json]     # some minutes on a GPU; several get pipelines too
     python benchmarks/prediction.py --quick                         # one window only
     python benchmarks/prediction.py --device cpu                    # the same, tiny, where the host computes
+    python benchmarks/prediction.py --windows --no-auto             # pipelines only
 
 The reference stack, small enough that a plan takes a second, is calibrated once and then trained for some steps under
 each plan: every window, resident chunks, activation policy and number of microbatches, with AdamW overlapped on the
 host. Steps follow each other without waiting, so updates run on into the next step, as in the simulator. Then `auto`
-chooses for a limited memory, from steps that it measures itself. With two devices, pipelines of resident stages follow,
-each schedule without an optimizer.
+chooses for a limited memory, from steps that it measures itself. With several devices, pipelines of resident stages
+follow, each schedule without an optimizer; with `--pipeline-devices cuda:0` all ops follow each other on one GPU, which
+shows what they cost the host.
 
 A row of the table has a second line: milliseconds of the parts of a step, predicted and measured, as the engine's own
 ranges show them in further steps, and the part whose difference is largest, which is where to look when a row is off.
 
 | part | what |
 | --- | --- |
-| compute | the device, or the mean of two, without waiting |
+| compute | the device, or the mean of several, without waiting |
 | in, out | copies to the device and to the host; on a CPU the thread that computes makes them |
 | update | the optimizer on the host, beside the step |
 | issue | the host, to launch what a step computes, beside the step; not on a CPU |
@@ -35,12 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import build, loss_function, tokens
+from reference import VOCABULARY, build, loss_function, tokens
 from timed_training import DTYPE, Spread, Training, between_steps, synchronize, timed
 from torch import Tensor, nn
 
 from ramtorch_core.parts import Part, pipeline_parts, predicted_parts
 from ramtorch_core.pipeline import PipelineRunner, plan_schedule
+from ramtorch_core.plan.partition import partition
 from ramtorch_core.prediction import (
     Calibration,
     Optimizer,
@@ -121,7 +124,9 @@ def chosen(model: nn.Module, calibration: Calibration, options: argparse.Namespa
 
 
 def link_seconds(nbytes: int, devices: Sequence[str]) -> float:
-    """Seconds to move so many bytes from the first device to the second."""
+    """Seconds to move so many bytes from the first device to the second; none from one to itself."""
+    if len(devices) < 2:
+        return 0.0
     source = torch.empty(max(1, nbytes), dtype=torch.uint8, device=devices[0])
 
     def move() -> None:
@@ -132,16 +137,17 @@ def link_seconds(nbytes: int, devices: Sequence[str]) -> float:
 
 
 def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each schedule with two stages, everything resident and kept, forward and backward alone."""
-    cut = len(calibration.chunks) // 2
-    devices = options.pipeline_devices
-    send = link_seconds(calibration.chunks[cut].boundary_bytes, devices)
-    x, y = tokens(options.batch, options.seq)
-    items = [(x.to(devices[0]), y.to(devices[1]))] * options.pipeline_microbatches
+    """Each schedule, everything resident and kept, forward and backward alone; stages are cut to compute as long."""
+    devices, chunks = options.pipeline_devices, calibration.chunks
+    send = link_seconds(chunks[len(chunks) // 2].boundary_bytes, devices)
+    x, y = tokens(options.batch, options.seq, vocabulary=options.vocabulary)
+    items = [(x.to(devices[0]), y.to(devices[-1]))] * options.pipeline_microbatches
     for name in options.schedules:
-        schedule = plan_schedule(name, 2, len(items))
-        prediction = predict_pipeline(calibration, schedule, [cut], PipelinePlan(send=send))
-        runner = PipelineRunner(model, devices, schedule=name, stages=[calibration.chunks[cut].name])
+        schedule = plan_schedule(name, len(devices), len(items))
+        parts = partition([chunk.forward + chunk.backward for chunk in chunks], schedule.stages)
+        cuts = [part.start for part in parts[1:]]
+        prediction = predict_pipeline(calibration, schedule, cuts, PipelinePlan(send=send))
+        runner = PipelineRunner(model, devices, schedule=name, stages=[chunks[cut].name for cut in cuts])
 
         def function(item: tuple[Tensor, Tensor]) -> Tensor:
             return loss_function(model(item[0]), item[1])
@@ -153,14 +159,15 @@ def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Name
 
         try:
             spread = timed(step, max(4, options.steps // 2))
-            parts = pipeline_parts(runner, step)
+            measured = pipeline_parts(runner, step)
         finally:
             runner.close()
         expected = {
             Part.COMPUTE: prediction.compute * prediction.seconds,
+            Part.ISSUE: predicted_parts(prediction.timeline)[Part.ISSUE],
             Part.IDLE: (1 - prediction.compute) * prediction.seconds,
         }
-        yield row(f"{name}, 2 stages x{len(items)}", prediction.seconds, spread, expected, parts)
+        yield row(f"{name}, {schedule.stages} stages x{len(items)}", prediction.seconds, spread, expected, measured)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -190,8 +197,8 @@ def describe(calibration: Calibration) -> None:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     begun = time.perf_counter()
-    model = nn.Sequential(*build(options.layers, options.width))
-    x, y = tokens(options.batch, options.seq, options.device)
+    model = nn.Sequential(*build(options.layers, options.width, vocabulary=options.vocabulary))
+    x, y = tokens(options.batch, options.seq, options.device, options.vocabulary)
     calibration = calibrate(
         model, x, loss_fn=lambda logits: loss_function(logits, y), device=options.device, chunks="*", autocast=DTYPE,
         resident_below=options.resident_below, host_memory=options.host_memory,
@@ -240,9 +247,10 @@ def errors(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     available = torch.cuda.device_count()
-    two = [f"cuda:{i}" for i in range(2)] if available >= 2 else []
+    several = [f"cuda:{i}" for i in range(available)] if available >= 2 else []
     for flag, text in {"layers": "", "width": "", "batch": "sequences of one microbatch", "seq": ""}.items():
         parser.add_argument(f"--{flag}", type=int, default=None, help=text)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=8, help="timed microbatches per plan, at least four steps")
     parser.add_argument("--windows", type=int, nargs="*", default=[1, 2, 3, 4])
     parser.add_argument("--pins", nargs="*", choices=["0", "half"], default=["0", "half"])
@@ -252,7 +260,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, default=None, help="bytes for 'auto'; by default too few for all")
     parser.add_argument("--schedules", nargs="*", default=["gpipe", "staggered_1b1f", "zb_h1"])
     parser.add_argument("--pipeline-microbatches", type=int, default=8)
-    parser.add_argument("--pipeline-devices", nargs="*", default=two, help="two of them, or none for no pipelines")
+    parser.add_argument("--pipeline-devices", nargs="*", default=several, help="none for no pipelines")
     parser.add_argument("--device", default="cuda" if available else "cpu")
     parser.add_argument("--resident-below", type=int, default=None, help="bytes of tensors that do not stream")
     parser.add_argument("--host-memory", type=int, default=None, help="bytes of RAM that may be used")

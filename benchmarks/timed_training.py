@@ -67,7 +67,7 @@ class Training:
         )
         self.streamer.conservative, self.streamer.updates.run_on = False, True
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.x, self.y = tokens(options.batch, options.seq, options.device)
+        self.x, self.y = tokens(options.batch, options.seq, options.device, options.vocabulary)
         self.between: list[float] = []  # seconds of the host in the optimizer's own step
 
     def step(self, microbatches: int = 1) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from ramtorch_core.engine.laps import read_visits, read_waits, within
@@ -99,22 +99,27 @@ def measured_parts(streamer: Streamer, step: Callable[[], object]) -> dict[Part,
 
 
 def pipeline_parts(runner: PipelineRunner, step: Callable[[], object]) -> dict[Part, float]:
-    """The same of one step of a pipeline, which ends when its devices have: the mean of the devices."""
+    """The same of one step of a pipeline, which ends when its devices have.
+
+    Compute is the mean of the devices; what the host launches adds up, with its waits for the interpreter.
+    """
     listeners = [device.ranges.listen() for device in runner.devices]
     try:
         begun = time.perf_counter()
         step()
         seconds = time.perf_counter() - begun
-        compute = statistics.mean(_busy(listener.collect()) for listener in listeners)
+        ended = [listener.collect() for listener in listeners]
     finally:
         for listener in listeners:
             listener.close()
-    return {Part.COMPUTE: compute, Part.IDLE: max(0.0, seconds - compute)}
+    compute = statistics.mean(map(_busy, ended))
+    ops = [each for ranges in ended for each in ranges if each.kind is Kind.OP]
+    issued = sum(op.waited for op in ops) if runner.devices[0].asynchronous else 0.0
+    return {Part.COMPUTE: compute, Part.ISSUE: issued, Part.IDLE: max(0.0, seconds - compute)}
 
 
-def _busy(ended: Iterable[Range]) -> float:
+def _busy(ranges: Sequence[Range]) -> float:
     """Seconds of a device's ops, without the waits in them."""
-    ranges = list(ended)
     waits = read_waits(ranges, asynchronous=True)
     ops = [each for each in ranges if each.kind is Kind.OP]
     return sum(each.seconds - sum(wait.seconds for wait in waits if within(wait, each)) for each in ops)

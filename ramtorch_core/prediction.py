@@ -285,7 +285,7 @@ def predict_pipeline(
     """Simulate a step of a pipeline of resident stages, without its optimizer.
 
     What is in no chunk counts as part of the last chunk's backward, and what the host does before a microbatch as part
-    of the first chunk's forward. One thread of the host launches everything, one chunk after the other.
+    of the first chunk's forward.
 
     Args:
         first_chunks: of each stage but the first, the index of its first chunk.

@@ -3,8 +3,8 @@
 The rules are those of the engine (`engine/follow.py`, `memory/window.py`, `memory/gradients.py`): transfers run in the
 order of the plan, each once the host has issued the visit that ends its slot's former use; a visit waits for its
 transfer; compute waits before the gradients of more than `GRADIENTS_IN_FLIGHT` chunks would be on their way. The host
-issues one visit after the other: the device can begin what has been issued so far, and ends no visit before it is
-issued to its end.
+issues one visit of a lane after the other: the device can begin what has been issued so far, and ends no visit before
+it is issued to its end.
 
 Memory is counted in the order in which it is allocated, that of compute: an allocator knows no other time. A gradient
 keeps its place until the copies of the two after it have begun, or the backward is over.
@@ -13,7 +13,7 @@ keeps its place until the copies of the two after it have begun, or the backward
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +35,11 @@ class Lane:
         window: slots; fewer are allocated when fewer chunks stream.
         resident: indices of chunks that are never copied.
         asynchronous: copies go on beside compute.
-        issuing: name of what issues the visits, where several GPUs share it; by default the lane has its own.
+        shared: per direction, the name of what issues visits, where several GPUs share it; by default each has its own.
 
     Attributes:
         compute, h2d, d2h: names of the streams.
-        issuing: name of the host's thread that issues the visits.
+        issuing: name of the host's thread that issues the rest.
         bus, inward: the capacities that its copies in both directions share, and those to the device.
         memory: place of the bytes that come and go; `weight_bytes` are there at any time.
         issued: the last thing that the host did.
@@ -58,14 +58,14 @@ class Lane:
         window: int,
         resident: frozenset[int] = frozenset(),
         asynchronous: bool = True,
-        issuing: str | None = None,
+        shared: Mapping[Direction, str] | None = None,
     ) -> None:
         prefix = f"{name} " if name else ""
         self.compute, self.h2d, self.d2h = (f"{prefix}{stream}" for stream in ("compute", "H2D", "D2H"))
         if not asynchronous:
             self.h2d = self.d2h = self.compute
-        self.issuing, self._shared = issuing or f"{prefix}issuing", issuing is not None
-        work.order += [self.issuing, self.compute, self.h2d, self.d2h]
+        self.issuing, self._shared = f"{prefix}issuing", shared or {}
+        work.order += [*self._shared.values(), self.issuing, self.compute, self.h2d, self.d2h]
         self.memory, self._place = f"{prefix}bytes", f"{prefix}chunks"
         self.bus, self.inward = f"{prefix}{BOTH_WAYS}", f"{prefix}{INWARD}"
         self.work, self.chunks, self.resident = work, chunks, resident
@@ -134,7 +134,7 @@ class Lane:
         needs = [*after, self.issued, self._since]
         if issue:
             update = None if chunk in self.resident else self.updated.get(chunk)
-            needs.append(self.issue(issue, label, [known, update]))
+            needs.append(self.issue(issue, label, [known, update], direction))
         if chunk in self.resident:
             task = self.step(kind, seconds, label, needs)
             self.issued_too(task, issue)
@@ -150,12 +150,13 @@ class Lane:
         self.copy_ahead()
         return task
 
-    def issue(self, seconds: float, label: str, after: Iterable[int | None]) -> int:
+    def issue(self, seconds: float, label: str, after: Iterable[int | None], direction: Direction) -> int:
         """The host issues compute; what begins to be issued can begin. Returns that moment."""
         waits = [self.issued, self._since, *self._rooms, *after]
         self._rooms = []
-        begin = self.work.add(self.issuing, "", Kind.ISSUE, 0.0, waits) if self._shared else self.work.join(waits)
-        self.issued = self.work.add(self.issuing, f"i{label}", Kind.ISSUE, seconds, [begin])
+        shared = self._shared.get(direction)
+        begin = self.work.join(waits) if shared is None else self.work.add(shared, "", Kind.ISSUE, 0.0, waits)
+        self.issued = self.work.add(shared or self.issuing, f"i{label}", Kind.ISSUE, seconds, [begin])
         return begin
 
     def issued_too(self, task: int, issue: float) -> int:

@@ -107,8 +107,9 @@ def simulate_pipeline(
     """Run one step of `schedule` on a virtual clock; `stages[s]` are the chunks of stage `s`.
 
     Links carry one activation or gradient at a time in each direction of travel, beside compute, and share the wire
-    where both kinds go the same way. One host issues the compute of all stages, one visit at a time; what it has issued
-    it hands on without waiting for the GPU.
+    where both kinds go the same way. The host issues one forward at a time, as the engine's turnstile does, since those
+    run user code; backwards of resident stages it issues side by side, as autograd does with a thread for each GPU.
+    What it has issued it hands on without waiting for the GPU.
 
     Raises:
         PlanError: the schedule cannot run.
@@ -167,6 +168,8 @@ class _Walk:
         self.work = Work(machine.capacities(*self.names) | wires, {ISSUING: self._first_come})
         self.links: set[str] = set()
         self.lanes: list[Lane] = []
+        taking_turns = [Direction.FORWARD] if plan.window is None else list(Direction)  # streamed ops run one by one
+        shared = dict.fromkeys(taking_turns, ISSUING)
         self._chunks: list[list[int]] = [[] for _ in stages]  # stage -> indices of its chunks in its lane
         for device, name in enumerate(self.names):
             owned: list[ChunkCost] = []
@@ -175,7 +178,7 @@ class _Walk:
                 owned += stages[stage]
             resident = resident_chunks(len(owned) if plan.window is None else plan.pin, len(owned))
             window = 1 if plan.window is None else plan.window
-            self.lanes.append(Lane(self.work, name, owned, window=window, resident=resident, issuing=ISSUING))
+            self.lanes.append(Lane(self.work, name, owned, window=window, resident=resident, shared=shared))
             self.lanes[-1].begin(visit for op in schedule.lanes[device] for visit in self._visits(op))
         self._end: dict[Op, int] = {}  # op (a B under the name of its I) -> the task that ends it
         self._arrived: dict[Op, int] = {}  # the same -> the task after which the next stage's GPU has its result
@@ -222,7 +225,7 @@ class _Walk:
             needs = after if position == 0 else []
             issue = self._issue_seconds(op, lane.chunks[chunk], resident=chunk in lane.resident)
             if op.kind == "W":
-                begins = [lane.issue(issue, label, [known])] if issue else []
+                begins = [lane.issue(issue, label, [known], Direction.BACKWARD)] if issue else []
                 task = lane.issued_too(lane.step(Kind.WEIGHT, seconds, label, [*needs, *begins]), issue)
             else:
                 direction = Direction.FORWARD if op.kind == "F" else Direction.BACKWARD

@@ -152,20 +152,16 @@ def test_a_pipeline_of_one_gpu_is_the_streaming_simulation(
     assert pipeline.devices[0].peak_chunks == streamed.peak_chunks
 
 
-def test_one_host_issues_the_compute_of_all_stages_and_waits_for_none_of_it() -> None:
-    result = run(gpipe(2, 2), PipelinePlan(send=0.5), issue_forward=3, issue_backward=1)
+def issued(result: PipelineResult) -> dict[str, tuple[float, float]]:
+    """When the host issued what."""
+    return {span.label: (span.start, span.end) for span in result.timeline.spans if span.resource.endswith("issuing")}
+
+
+def test_the_host_issues_forwards_one_by_one_and_backwards_side_by_side_and_waits_for_no_compute() -> None:
+    result = run(gpipe(2, 2), PipelinePlan(send=0.5), issue_forward=3, issue_backward=2)
+    forwards = {"i0F0": (0, 3), "i0F1": (3, 6), "i1F0": (6, 9), "i1F1": (9, 12)}  # in the order of becoming possible
+    assert issued(result) == forwards | {"i1B0": (12, 14), "i1B1": (14, 16), "i0B0": (14, 16), "i0B1": (16, 18)}
     spans = {(span.label, span.resource.split()[0]): (span.start, span.end) for span in result.timeline.spans}
-    host = {label: times for (label, resource), times in spans.items() if resource == "issuing"}
-    assert host == {  # what became possible first goes first; nothing waits for compute or a link
-        "i0F0": (0, 3),
-        "i0F1": (3, 6),
-        "i1F0": (6, 9),
-        "i1F1": (9, 12),
-        "i1B0": (12, 13),
-        "i1B1": (13, 14),
-        "i0B0": (14, 15),
-        "i0B1": (15, 16),
-    }
     compute = {label: times for (label, resource), times in spans.items() if resource == "GPU"}
     assert compute["0F0"] == (0, 1)  # begins with the first that is issued, and ends no sooner than the last
     assert spans["0F0", "link"] == (3, 3.5)
@@ -174,21 +170,24 @@ def test_one_host_issues_the_compute_of_all_stages_and_waits_for_none_of_it() ->
     assert result.seconds == max(end for _, end in compute.values())
 
 
+def test_the_host_issues_the_ops_of_streamed_stages_one_by_one() -> None:
+    found = issued(run(gpipe(2, 2), PipelinePlan(window=1), issue_forward=3, issue_backward=2))
+    assert [found[label] for label in ("i1B0", "i1B1", "i0B0", "i0B1")] == [(12, 14), (14, 16), (16, 18), (18, 20)]
+
+
 def test_a_host_that_is_faster_than_the_stages_costs_a_pipeline_its_first_launches_only() -> None:
     for schedule in (gpipe(3, 6), staggered_1b1f(3, 6), zb_h1(3, 6)):
         plain, issued = run(schedule), run(schedule, issue_forward=0.05, issue_backward=0.1)
         assert plain.seconds <= issued.seconds <= plain.seconds + 3 * 0.05
         slow = run(schedule, issue_forward=3, issue_backward=6)
-        ops = 3 * 6
-        assert slow.seconds >= ops * 9
+        assert slow.seconds >= max(3 * 6 * 3, 6 * (3 + 6))  # all forwards; what one stage issues
 
 
 def test_a_weight_gradient_is_issued_as_its_share_of_the_backward() -> None:
     result = run(zb_h1(2, 2), PipelinePlan(weight_share=0.25), issue_forward=1, issue_backward=4)
-    issued = {span.label[2]: span.seconds for span in result.timeline.spans if span.resource == "issuing"}
-    assert issued == {"F": 1, "I": 3, "W": 1}
+    assert {label[2]: end - start for label, (start, end) in issued(result).items()} == {"F": 1, "I": 3, "W": 1}
     recomputed = run(zb_h1(2, 2), PipelinePlan(checkpoint=True), issue_recompute=2, issue_backward=4)
-    assert {s.label[2]: s.seconds for s in recomputed.timeline.spans if s.resource == "issuing"} == {"I": 6}
+    assert {label[2]: end - start for label, (start, end) in issued(recomputed).items()} == {"I": 6}
 
 
 def test_a_streamed_stage_whose_chunks_fit_its_window_copies_each_once() -> None:
