@@ -43,13 +43,13 @@ from torch import Tensor, nn
 
 from ramtorch_core.parts import Part, pipeline_parts, predicted_parts
 from ramtorch_core.pipeline import PipelineRunner, plan_schedule
-from ramtorch_core.plan.partition import partition
 from ramtorch_core.prediction import (
     Calibration,
     Optimizer,
     PipelinePlan,
     StreamingPlan,
     calibrate,
+    even_stages,
     predict,
     predict_pipeline,
 )
@@ -144,8 +144,7 @@ def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Name
     items = [(x.to(devices[0]), y.to(devices[-1]))] * options.pipeline_microbatches
     for name in options.schedules:
         schedule = plan_schedule(name, len(devices), len(items))
-        parts = partition([chunk.forward + chunk.backward for chunk in chunks], schedule.stages)
-        cuts = [part.start for part in parts[1:]]
+        cuts = even_stages(calibration, schedule.stages)
         prediction = predict_pipeline(calibration, schedule, cuts, PipelinePlan(send=send))
         runner = PipelineRunner(model, devices, schedule=name, stages=[chunks[cut].name for cut in cuts])
 

@@ -18,6 +18,7 @@ from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.rates import Rates, known_rates
 from ramtorch_core.errors import ConfigurationError, check_count, shown
 from ramtorch_core.memory.device import Device
+from ramtorch_core.plan.partition import partition
 from ramtorch_core.plan.schedule import Schedule
 from ramtorch_core.pricing import as_run, costs, doubled, half_precision, planned_costs, step_cost
 from ramtorch_core.simulate import (
@@ -55,6 +56,7 @@ __all__ = [
     "StreamingPlan",
     "calibrate",
     "costs",
+    "even_stages",
     "fitted",
     "half_precision",
     "machine",
@@ -279,6 +281,16 @@ def recommend(
     )
 
 
+def even_stages(calibration: Calibration, stages: int) -> list[int]:
+    """The first chunks of all stages but the first, for `predict_pipeline`, with which stages compute equally long.
+
+    Raises:
+        ConfigurationError: fewer chunks than stages.
+    """
+    seconds = [chunk.forward + chunk.backward for chunk in calibration.chunks]
+    return [part.start for part in partition(seconds, stages)[1:]]
+
+
 def predict_pipeline(
     calibration: Calibration, schedule: Schedule, first_chunks: Sequence[int], plan: PipelinePlan | None = None
 ) -> PipelineResult:
@@ -288,7 +300,7 @@ def predict_pipeline(
     of the first chunk's forward.
 
     Args:
-        first_chunks: of each stage but the first, the index of its first chunk.
+        first_chunks: of each stage but the first, the index of its first chunk, as from `even_stages`.
 
     Raises:
         ConfigurationError: indices that do not cut the chunks into as many stages as `schedule` has.

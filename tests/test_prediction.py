@@ -21,6 +21,7 @@ from ramtorch_core.prediction import (
     StreamingPlan,
     calibrate,
     costs,
+    even_stages,
     fitted,
     machine,
     predict,
@@ -206,6 +207,8 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
     found = predict_pipeline(even, build("gpipe", 2, 4), [2])
     assert found.seconds == pytest.approx(5 * 6.0)
     assert found.bubble == pytest.approx(1 / 5)
+    assert even_stages(even, 2) == [2]
+    assert even_stages(replace(even, chunks=(replace(CHUNK, backward=20.0), *even.chunks)), 2) == [1]
     for cuts in ([0], [4], [3, 2]):
         with pytest.raises(ConfigurationError, match="first_chunks"):
             predict_pipeline(even, build("gpipe", len(cuts) + 1, 4), cuts)

@@ -9,7 +9,8 @@
  * random, so that it is right on average; the random bits are those of rounding.py, a function of a weight's key and the
  * element's index alone. The gradient is taken, and scaled, in the master's dtype.
  *
- * What is overwritten may be kept: it is copied, piece by piece, while it is in the cache anyway, past the cache.
+ * What is overwritten may be kept: it is copied, piece by piece, while it is in the cache anyway, past the cache. So is
+ * the shadow, which would otherwise be read from memory only to be overwritten.
  *
  * Work is dealt out in blocks of BLOCK elements to threads that live for one call. */
 
@@ -21,9 +22,11 @@
 #include <emmintrin.h>
 #endif
 
-#define BLOCK 65536 /* elements: with their state about 1 MB, which fits the second-level cache */
-#define PIECE 2048  /* elements, likewise for the first-level cache */
+#define BLOCK 16384 /* elements: threads end at about the same time */
+#define PIECE 2048  /* elements: with their state 32 KB, which fits the first-level cache */
+#define SHARE 65536 /* elements for which a thread is worth its start */
 #define MAXIMUM_THREADS 256
+#define STACK (1 << 19) /* bytes, so few that the C library keeps the stacks of ended threads for those of the next call */
 
 enum { NONE, FLOAT32, BFLOAT16 };
 
@@ -111,13 +114,12 @@ typedef uint16_t type_BFLOAT16;
 #define SHADOW_BFLOAT16(value) shadow[i] = narrow(value)
 
 #define DEFINE(NAME, MASTER, MOMENT, GRAD, SHADOW)                                                                      \
-    static inline __attribute__((always_inline)) void NAME##_range(const Weight *w, int64_t begin, int64_t end,         \
-                                                                   int scalar) {                                        \
+    static inline __attribute__((always_inline)) void NAME##_range(const Weight *w, uint16_t *restrict shadow,          \
+                                                                   int64_t begin, int64_t end, int scalar) {            \
         type_##MASTER *restrict master = (type_##MASTER *)w->master + begin;                                            \
         type_##MOMENT *restrict exp_avg = (type_##MOMENT *)w->exp_avg + begin;                                          \
         type_##MOMENT *restrict exp_avg_sq = (type_##MOMENT *)w->exp_avg_sq + begin;                                    \
         const type_##GRAD *restrict grads = (const type_##GRAD *)w->grad + begin;                                       \
-        uint16_t *restrict shadow = (uint16_t *)w->shadow + begin;                                                      \
         const float scale = w->grad_scale, decay = w->decay, l2 = w->l2, beta2 = w->beta2;                              \
         const float lerp_weight = w->lerp_weight, exp_avg_sq_weight = w->exp_avg_sq_weight;                             \
         const float negative_step_size = w->negative_step_size, eps = w->eps;                                           \
@@ -142,10 +144,10 @@ typedef uint16_t type_BFLOAT16;
             SHADOW_##SHADOW(p);                                                                                         \
         }                                                                                                               \
     }                                                                                                                   \
-    static void NAME(const Weight *w, int64_t begin, int64_t end) {                                                     \
-        int64_t vectors = w->count - w->count % w->width;                                                               \
-        if (begin < vectors) NAME##_range(w, begin, end < vectors ? end : vectors, 0);                                  \
-        if (end > vectors) NAME##_range(w, begin > vectors ? begin : vectors, end, 1);                                  \
+    static void NAME(const Weight *w, uint16_t *shadow, int64_t begin, int64_t end) {                                   \
+        int64_t vectors = w->count - w->count % w->width, middle = begin < vectors ? vectors : begin;                   \
+        if (begin < middle) NAME##_range(w, shadow, begin, end < middle ? end : middle, 0);                             \
+        if (middle < end) NAME##_range(w, shadow + (middle - begin), middle, end, 1);                                   \
     }
 
 DEFINE(update_ffff, FLOAT32, FLOAT32, FLOAT32, NONE)
@@ -161,7 +163,7 @@ DEFINE(update_bfb, BFLOAT16, FLOAT32, BFLOAT16, NONE)
 DEFINE(update_bbf, BFLOAT16, BFLOAT16, FLOAT32, NONE)
 DEFINE(update_bbb, BFLOAT16, BFLOAT16, BFLOAT16, NONE)
 
-typedef void Update(const Weight *, int64_t, int64_t);
+typedef void Update(const Weight *, uint16_t *, int64_t, int64_t);
 static Update *const UPDATES[16] = { /* bits: master, moments, gradient, shadow in bfloat16 */
     update_ffff, update_fffb, update_ffbf, update_ffbb, update_fbff, update_fbfb, update_fbbf, update_fbbb,
     update_bff,  NULL,        update_bfb,  NULL,        update_bbf,  NULL,        update_bbb,  NULL};
@@ -184,15 +186,26 @@ static void keep(const Weight *w, int64_t begin, int64_t end) {
     }
 }
 
+/* The shadow of a piece. */
+static void write_shadow(const Weight *w, const uint16_t *halves, int64_t begin, int64_t end) {
+    uint16_t *to = (uint16_t *)w->shadow + begin;
+    size_t bytes = (size_t)(end - begin) * sizeof *to;
+    if ((uintptr_t)to % 16 == 0)
+        copy_past_cache((char *)to, (const char *)halves, bytes);
+    else
+        memcpy(to, halves, bytes);
+}
+
 static void update(const Weight *w, int64_t begin, int64_t end) {
     int master = w->master_dtype == BFLOAT16, moments = w->moment_dtype == BFLOAT16;
     int grad = w->grad_dtype == BFLOAT16, shadow = w->shadow_dtype == BFLOAT16;
     Update *step = UPDATES[master << 3 | moments << 2 | grad << 1 | shadow];
-    int64_t size = w->kept[0] || w->kept[1] || w->kept[2] ? PIECE : BLOCK;
+    uint16_t halves[PIECE];
     for (int64_t next; begin < end; begin = next) {
-        next = begin + size < end ? begin + size : end;
+        next = begin + PIECE < end ? begin + PIECE : end;
         keep(w, begin, next);
-        step(w, begin, next);
+        step(w, halves, begin, next);
+        if (shadow) write_shadow(w, halves, begin, next);
     }
 }
 
@@ -215,12 +228,20 @@ static void *run(void *argument) {
 /* Update `count` weights with up to `threads` threads; returns when all are done. */
 void ramtorch_adam(const Weight *weights, int64_t count, int32_t threads) {
     Work work = {weights, count, 0, 0};
-    for (int64_t i = 0; i < count; i++) work.block_count += (weights[i].count + BLOCK - 1) / BLOCK;
-    if (threads > work.block_count) threads = (int32_t)work.block_count;
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; i++) {
+        elements += weights[i].count;
+        work.block_count += (weights[i].count + BLOCK - 1) / BLOCK;
+    }
+    if (threads > elements / SHARE + 1) threads = (int32_t)(elements / SHARE + 1);
     if (threads > MAXIMUM_THREADS) threads = MAXIMUM_THREADS;
     pthread_t others[MAXIMUM_THREADS];
+    pthread_attr_t small;
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, STACK);
     int started = 0;
-    while (started < threads - 1 && pthread_create(&others[started], NULL, run, &work) == 0) started++;
+    while (started < threads - 1 && pthread_create(&others[started], &small, run, &work) == 0) started++;
+    pthread_attr_destroy(&small);
     run(&work);
     for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
 }

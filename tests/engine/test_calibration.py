@@ -201,6 +201,34 @@ def test_rates_of_the_host_are_positive() -> None:
     assert found.accumulated > 0
 
 
+def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "last_cache_bytes", lambda: 100)
+    monkeypatch.setattr(rates, "available_bytes", lambda: None)
+    assert [rates._weights_beyond_caches(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 3, 3, 1, 1]
+    monkeypatch.setattr(rates, "available_bytes", lambda: 8 * 1000)
+    assert [rates._weights_beyond_caches(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 2, 2, 1, 1]
+    probe = rates._Probe(CPU, 1 << 10)
+    first = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    assert len(first) == 1
+    monkeypatch.setattr(rates, "last_cache_bytes", lambda: 4096)
+    monkeypatch.setattr(rates, "available_bytes", lambda: None)
+    probe = rates._Probe(CPU, 1 << 10)
+    updated = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    assert updated == first * 3, "each once"
+    probe.update()
+    again = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    assert again[0] < updated[0]
+    assert again[1:] == updated[1:]
+
+
+def test_the_largest_cache_counts(tmp_path: Path) -> None:
+    for index, size in enumerate(["48K", "2048K", "300M", "?"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert rates.last_cache_bytes(tmp_path) == 300 << 20
+    assert rates.last_cache_bytes(tmp_path / "none") == 0
+
+
 def test_rates_that_an_earlier_version_measured_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

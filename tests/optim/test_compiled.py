@@ -164,6 +164,18 @@ def test_a_damaged_library_in_the_cache_is_built_anew(
     assert damaged.stat().st_size == library.stat().st_size
 
 
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_shadows_are_written_wherever_they_begin_and_nothing_beside_them(kernel: AdamKernel, offset: int) -> None:
+    for count in (1, 15, 2047, 2048, 2049, 16383, 16384, 16385, 3 * 65536 + 5):
+        *now, grad = random(count, count)
+        place = torch.full((offset + count + 8,), 7.0, dtype=torch.bfloat16)
+        shadow = place[offset : offset + count]
+        kernel([AdamWeight(*now, grad, shadow, step=3, decoupled=True, **OPTIONS)], 2)
+        assert torch.equal(shadow, now[0].bfloat16())
+        assert (place[:offset] == 7.0).all()
+        assert (place[offset + count :] == 7.0).all()
+
+
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 )
