@@ -141,17 +141,17 @@ def pipelined(model: nn.Module, calibration: Calibration, options: argparse.Name
     devices, chunks = options.pipeline_devices, calibration.chunks
     send = link_seconds(chunks[len(chunks) // 2].boundary_bytes, devices)
     x, y = tokens(options.batch, options.seq, vocabulary=options.vocabulary)
-    items = [(x.to(devices[0]), y.to(devices[-1]))] * options.pipeline_microbatches
     for name in options.schedules:
-        schedule = plan_schedule(name, len(devices), len(items))
+        schedule = plan_schedule(name, len(devices), options.pipeline_microbatches)
         cuts = even_stages(calibration, schedule.stages)
         prediction = predict_pipeline(calibration, schedule, cuts, PipelinePlan(send=send))
         runner = PipelineRunner(model, devices, schedule=name, stages=[chunks[cut].name for cut in cuts])
+        items = [(x.to(devices[0]), y.to(runner.root_device))] * options.pipeline_microbatches
 
         def function(item: tuple[Tensor, Tensor]) -> Tensor:
             return loss_function(model(item[0]), item[1])
 
-        def step(runner: PipelineRunner = runner) -> None:
+        def step(runner: PipelineRunner = runner, items: Sequence[Any] = items) -> None:
             with torch.autocast(torch.device(devices[0]).type, DTYPE):
                 runner.train(function, items, lambda loss, _: (loss / len(items), None))
             synchronize()
