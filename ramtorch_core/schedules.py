@@ -83,6 +83,13 @@ class AutoSchedule:
         self._microbatches = 0
         self._timed: dict[str, _Timed] = {}
 
+    def missed(self) -> str | None:
+        """What to tell somebody whose training is over; None where a schedule was chosen."""
+        if self.done:
+            return None
+        steps = f"{WARM_UP + 2} steps of several microbatches, and more while stages are cut anew"
+        return f"training ended before schedule='{AUTO}' was chosen, and took '{self.name}': that needs {steps}"
+
     def __call__(self, devices: int, microbatches: int) -> Schedule:
         """The schedule that the step under way takes; as a `ScheduleSpec`."""
         self._microbatches = microbatches
@@ -239,10 +246,14 @@ class AutoSchedule:
 
 
 class ScheduledRunner:
-    """A runner whose training steps take the schedule that is chosen."""
+    """A runner whose training steps take the schedule that is chosen.
+
+    Attributes:
+        auto: chooses it.
+    """
 
     def __init__(self, runner: PipelineRunner, auto: AutoSchedule) -> None:
-        self._runner, self._auto = runner, auto
+        self._runner, self.auto = runner, auto
 
     def train(
         self,
@@ -254,7 +265,7 @@ class ScheduledRunner:
         step: int = 0,
     ) -> StepResult:
         """Forward and backward of all microbatches; see `PipelineRunner.train`."""
-        with self._auto.around(AUTO, len(inputs)) as spec:
+        with self.auto.around(AUTO, len(inputs)) as spec:
             plan = plan_schedule(spec, len(self._runner.devices), len(inputs))
             return self._runner.train(function, inputs, root, accumulate=accumulate, step=step, schedule=plan)
 

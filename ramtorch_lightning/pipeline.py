@@ -34,6 +34,7 @@ from ramtorch_lightning._lightning import (
     TrainerFn,
     pl,
     rank_zero_info,
+    rank_zero_warn,
 )
 from ramtorch_lightning.arguments import ChunkSpec, Devices, ScheduleSpec, StageSpec
 from ramtorch_lightning.chunks import chunk_spec
@@ -270,6 +271,7 @@ class PipelineStrategy(MicrobatchedStrategy):
 
     @override
     def teardown(self) -> None:
+        self._tell_missed()
         self._close()
         if self.accelerator is not None:
             super().teardown()
@@ -279,6 +281,15 @@ class PipelineStrategy(MicrobatchedStrategy):
         super().on_exception(exception)
         if self._runner is not None:
             advise_pipeline(exception, self._runner, self._microbatches)
+
+    def _tell_missed(self) -> None:
+        """Warn where a fit was too short to choose what is "auto"."""
+        module = self.lightning_module
+        if self._scheduled is None or module is None or not module.automatic_optimization:
+            return
+        trainer, missed = module.trainer, self._scheduled.auto.missed()
+        if missed is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+            rank_zero_warn(f"PipelineStrategy: {missed}")
 
     def _close(self) -> None:
         runner, self._runner, self._scheduled = self._runner, None, None

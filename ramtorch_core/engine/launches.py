@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from ramtorch_core.engine.census import Chunk
 from ramtorch_core.engine.footprints import Run
 from ramtorch_core.engine.modules import tensors_in
 from ramtorch_core.engine.visits import Activations
+
+log = logging.getLogger(__name__)
 
 ROUNDS = 3
 
@@ -31,17 +34,19 @@ def time_launches(run: Run) -> list[Launches | None]:
     """Of each group, the least of some forwards, in which each chunk runs its backward at once; no activations stay.
 
     None where the host computes itself, where a chunk is not called, and of a model whose chunks cannot run backward
-    one by one.
+    one by one, which the log tells.
     """
     streamer = run.streamer
     rounds: list[dict[int, Launches]] = []
     if streamer.device.asynchronous:
-        with contextlib.suppress(RuntimeError):
+        try:
             for _ in range(ROUNDS):
                 found: dict[int, Launches] = {}
                 with _each_alone(run, found):
                     run.forward()
                 rounds.append(found)
+        except RuntimeError as error:
+            log.info("launches are not timed: chunks of this model do not run backward one by one: %s", error)
     if len(rounds) < ROUNDS:
         return [None] * len(streamer.groups)
     return [_least([found[index] for found in rounds if index in found]) for index in range(len(streamer.groups))]

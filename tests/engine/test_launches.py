@@ -1,5 +1,6 @@
 """What the host needs to launch chunks whose weights stay on the device."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_frozen_chunks_behind_which_nothing_is_trained_have_no_backward() -> Non
     assert [chunk.launches for chunk in found.chunks] == [Launches(pytest.approx(FORWARD)), SEEN]
 
 
-def test_a_model_that_differentiates_in_its_forward_is_calibrated_without() -> None:
+def test_a_model_that_differentiates_in_its_forward_is_calibrated_without(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         energy: Any = model(x).sum()
@@ -68,4 +71,5 @@ def test_a_model_that_differentiates_in_its_forward_is_calibrated_without() -> N
 
     found = calibrated(lambda device: nn.Sequential(Block(device), Block(device)), loss)
     assert [chunk.launches for chunk in found.chunks] == [None, None]
+    assert any("launches are not timed" in message for message in caplog.messages)
     assert all(chunk.forward > 0 for chunk in found.chunks)

@@ -61,6 +61,22 @@ def test_a_trainer_takes_the_fastest_schedule_and_the_same_weights(caplog: pytes
     assert message.startswith("PipelineStrategy: schedule='")
 
 
+def test_a_fit_too_short_to_choose_a_schedule_warns_and_one_that_fails_does_not(recwarn: Any) -> None:
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise OSError("no data")
+
+    told = lambda: [str(each.message) for each in recwarn if "schedule='auto' was chosen" in str(each.message)]
+    with pytest.raises(OSError, match="no data"):
+        fit(Fails(), pipeline("auto", devices=["cpu", "cpu"]), 8)
+    fit(Model(), pipeline("gpipe", devices=["cpu", "cpu"]), 8, limit_train_batches=1)
+    fit(Model(), pipeline("auto", devices=["cpu", "cpu"]), 8, max_epochs=2)
+    assert not told()
+    fit(Model(), pipeline("auto", devices=["cpu", "cpu"]), 8, limit_train_batches=1)
+    (message,) = told()
+    assert message.startswith("PipelineStrategy: training ended before schedule='auto' was chosen, and took 'stag")
+
+
 def test_a_device_out_of_memory_names_what_to_lower() -> None:
     class Full(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
