@@ -108,8 +108,8 @@ def simulate_pipeline(
 
     Links carry one activation or gradient at a time in each direction of travel, beside compute, and share the wire
     where both kinds go the same way. The host issues one forward at a time, as the engine's turnstile does, since those
-    run user code; backwards of resident stages it issues side by side, as autograd does with a thread for each GPU.
-    What it has issued it hands on without waiting for the GPU.
+    run user code. Backwards it issues side by side, as autograd does with a thread for each GPU, but one at a time too
+    where stages stream or a GPU has several. What it has issued it hands on without waiting for the GPU.
 
     Raises:
         PlanError: the schedule cannot run.
@@ -168,8 +168,8 @@ class _Walk:
         self.work = Work(machine.capacities(*self.names) | wires, {ISSUING: self._first_come})
         self.links: set[str] = set()
         self.lanes: list[Lane] = []
-        taking_turns = [Direction.FORWARD] if plan.window is None else list(Direction)  # streamed ops run one by one
-        shared = dict.fromkeys(taking_turns, ISSUING)
+        exclusive = plan.window is not None or schedule.devices < schedule.stages  # as in the engine
+        shared = dict.fromkeys(Direction if exclusive else [Direction.FORWARD], ISSUING)
         self._chunks: list[list[int]] = [[] for _ in stages]  # stage -> indices of its chunks in its lane
         for device, name in enumerate(self.names):
             owned: list[ChunkCost] = []

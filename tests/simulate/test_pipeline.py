@@ -175,6 +175,15 @@ def test_the_host_issues_the_ops_of_streamed_stages_one_by_one() -> None:
     assert [found[label] for label in ("i1B0", "i1B1", "i0B0", "i0B1")] == [(12, 14), (14, 16), (16, 18), (18, 20)]
 
 
+@pytest.mark.parametrize("name", ["interleaved", "zbv"])
+def test_the_host_issues_the_ops_of_gpus_with_several_stages_one_by_one(name: str) -> None:
+    schedule = build(name, 2, 4)
+    result = run(schedule, issue_forward=1, issue_backward=2)
+    times = sorted(issued(result).values())
+    assert len(times) == sum(map(len, schedule.lanes))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+
+
 def test_a_host_that_is_faster_than_the_stages_costs_a_pipeline_its_first_launches_only() -> None:
     for schedule in (gpipe(3, 6), staggered_1b1f(3, 6), zb_h1(3, 6)):
         plain, issued = run(schedule), run(schedule, issue_forward=0.05, issue_backward=0.1)
