@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -180,6 +181,7 @@ class _Walk:
             window = 1 if plan.window is None else plan.window
             self.lanes.append(Lane(self.work, name, owned, window=window, resident=resident, shared=shared))
             self.lanes[-1].begin(visit for op in schedule.lanes[device] for visit in self._visits(op))
+        self._first_tasks: list[int] = []  # of each op, in the order in which ops are laid out
         self._end: dict[Op, int] = {}  # op (a B under the name of its I) -> the task that ends it
         self._arrived: dict[Op, int] = {}  # the same -> the task after which the next stage's GPU has its result
         self._issued: dict[Op, int | None] = {}  # the same -> the task with which the host has issued it
@@ -214,6 +216,7 @@ class _Walk:
     def _op(self, device: int, op: Op) -> int:
         """Lay out one op; returns its last task."""
         lane = self.lanes[device]
+        self._first_tasks.append(len(self.work.tasks))
         needed = dependencies(op, self.schedule.stages)
         after = [(self._end if need.stage == op.stage else self._arrived)[need] for need in needed]
         issued = [self._issued[need] for need in needed if self._issued[need] is not None]
@@ -259,9 +262,9 @@ class _Walk:
         return {"B": whole, "I": whole - weight, "W": weight}[op.kind]
 
     def _first_come(self, task: int, arrival: int, _ended: Callable[[int], bool]) -> tuple[int, ...]:
-        """The host goes on with what it has begun; otherwise it takes what became possible first."""
-        before = [self.work.tasks[need] for need in self.work.tasks[task].after]
-        begun = len(before) == 1 and before[0].resource == ISSUING and not before[0].seconds
+        """The host goes on with the op that it has begun; otherwise it takes what became possible first."""
+        first = self._first_tasks[bisect.bisect_right(self._first_tasks, task) - 1]
+        begun = any(need >= first and self.work.tasks[need].resource == ISSUING for need in self.work.tasks[task].after)
         return int(not begun), arrival
 
     def _keep_books(self, device: int, lane: Lane, op: Op, chunk: int, task: int) -> None:

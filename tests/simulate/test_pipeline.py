@@ -170,6 +170,15 @@ def test_the_host_issues_forwards_one_by_one_and_backwards_side_by_side_and_wait
     assert result.seconds == max(end for _, end in compute.values())
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_the_host_issues_all_chunks_of_a_forward_before_it_takes_another(window: int | None) -> None:
+    chunk = ChunkCost(forward=0.5, backward=0.5, issue_forward=1, issue_backward=2)
+    found = issued(simulate_pipeline(gpipe(2, 2), [[chunk] * 2] * 2, PipelinePlan(window=window)))
+    forwards = {label: times for label, times in found.items() if "F" in label}
+    labels = [f"i{op}.{chunk}" for op in ("0F0", "0F1", "1F0", "1F1") for chunk in (0, 1)]
+    assert forwards == {label: (at, at + 1) for at, label in enumerate(labels)}
+
+
 def test_the_host_issues_the_ops_of_streamed_stages_one_by_one() -> None:
     found = issued(run(gpipe(2, 2), PipelinePlan(window=1), issue_forward=3, issue_backward=2))
     assert [found[label] for label in ("i1B0", "i1B1", "i0B0", "i0B1")] == [(12, 14), (14, 16), (16, 18), (18, 20)]
