@@ -36,7 +36,7 @@ LOADED_COPIES = 16
 COPY_BYTES = 256 << 20
 PARAMETERS = 1 << 26
 CACHES = 12
-"""Sizes of the last cache that the weights take which are updated in turn: none is found there again."""
+"""Sizes of the last caches that the weights take which are updated in turn: none is found there again."""
 MOST_WEIGHTS = 16
 RAM_SHARE = 8
 """Part of the available host memory, as a divisor, that these weights may take."""
@@ -80,8 +80,13 @@ class Rates:
 def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: int = PARAMETERS) -> Rates:
     """Measure now.
 
-    Takes a few seconds, and `2 * copy_bytes` bytes of host memory besides `16 * parameters` for each of some weights:
-    together as many bytes as `CACHES` caches have, if an eighth of what is available suffices for that.
+    Takes some seconds, about one of them per gigabyte of host memory: of that, `2 * copy_bytes` bytes besides
+    `16 * parameters` for each of at most `MOST_WEIGHTS` weights, together as many as `CACHES` times the last caches
+    have, if an eighth of what is available suffices for that. There is always one weight.
+
+    Raises:
+        HostMemoryError, RuntimeError: the host has no memory for that one.
+        OutOfMemoryError: the device has no memory for copies, or a weight.
     """
     copies, probe = _Copies(device, copy_bytes), _Probe(device, parameters)
     h2d, d2h, both_ways = copies.rates()
@@ -223,25 +228,36 @@ class _Probe:
 
     def __init__(self, device: Device, parameters: int) -> None:
         self._device, self._parameters = device, parameters
-        count = _weights_beyond_caches(16 * parameters)
-        module = nn.ParameterList(nn.Parameter(torch.full((parameters,), 0.1)) for _ in range(count))
-        recipe = Recipe(torch.optim.AdamW(module.parameters(), lr=1e-3))
-        self._groups: list[WeightGroup] = []
-        updates: list[WeightUpdate] = []
-        for index, parameter in enumerate(module):
-            weight = Weight(str(index), parameter, ((module, str(index)),))
-            self._groups.append(WeightGroup(index, "probe", [weight], sampled=False))
-            self._groups[-1].build([torch.bfloat16], device)
-            gradient = Arena(2 * parameters, device).flat.view(torch.bfloat16).fill_(0.1)
-            updates.append(WeightUpdate(weight, gradient, recipe))
-        self._in_turn = itertools.cycle(updates)
         self._kernel, self._threads = adam_kernel(), max(1, processors() - 1)
-        for _ in updates:  # the first makes the state
-            self.update()
+        found: list[tuple[WeightGroup, WeightUpdate]] = []
+        for _ in range(_weights_beyond_caches(16 * parameters)):
+            try:
+                found.append(self._weight())
+            except (HostMemoryError, RuntimeError):  # the latter of torch's allocator
+                if not found:
+                    raise
+                del found[1:]  # room for what is measured else
+                break
+        self._groups, self._in_turn = [group for group, _ in found], itertools.cycle([each for _, each in found])
 
     def update(self) -> None:
         """One step of the next one on the host."""
-        update([next(self._in_turn)], scale=1.0, kernel=self._kernel, threads=self._threads)
+        self._update(next(self._in_turn))
+
+    def _weight(self) -> tuple[WeightGroup, WeightUpdate]:
+        """One that has been updated once, which made its state."""
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.full((self._parameters,), 0.1))
+        weight = Weight("weight", module.weight, ((module, "weight"),))
+        group = WeightGroup(0, "probe", [weight], sampled=False)
+        group.build([torch.bfloat16], self._device)
+        gradient = Arena(2 * self._parameters, self._device).flat.view(torch.bfloat16).fill_(0.1)
+        each = WeightUpdate(weight, gradient, Recipe(torch.optim.AdamW(module.parameters(), lr=1e-3)))
+        self._update(each)
+        return group, each
+
+    def _update(self, each: WeightUpdate) -> None:
+        update([each], scale=1.0, kernel=self._kernel, threads=self._threads)
 
     def loaded_memory(self, copies: _Copies, nbytes: int) -> float:
         """Bytes per second of host memory while updates and copies, of `nbytes` each, go on at once.
@@ -296,15 +312,21 @@ def _weights_beyond_caches(nbytes: int) -> int:
     return max(1, wanted if available is None else min(wanted, available // RAM_SHARE // nbytes))
 
 
-def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the processor's largest cache; 0 where the system does not tell."""
+def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of the last caches of the processors that this process may use; 0 where the system does not tell.
+
+    A machine has several of them: one for each socket, or for a few cores.
+    """
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    found = [0]
-    for file in folder.glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            text = file.read_text().strip()
-            found.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
-    return max(found)
+    found: dict[tuple[int, str], int] = {}  # (level, who shares it) -> bytes
+    names = ("level", "size", "shared_cpu_list")
+    for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        for cache in folder.glob(f"cpu{number}/cache/index*"):
+            with contextlib.suppress(OSError, ValueError):
+                level, size, shared = ((cache / name).read_text().strip() for name in names)
+                found[int(level), shared] = int(size.rstrip("KMG")) * units.get(size[-1:], 1)
+    last = max((level for level, _ in found), default=0)
+    return sum(nbytes for (level, _), nbytes in found.items() if level == last)
 
 
 def _host_memory(nbytes: int) -> float:

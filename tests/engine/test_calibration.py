@@ -13,7 +13,7 @@ import torch
 from stream_cases import Block, assert_same, data, stack, state_of
 from torch import Tensor, nn
 
-from ramtorch_core import ConfigurationError
+from ramtorch_core import ConfigurationError, HostMemoryError
 from ramtorch_core.engine import calibration, rates, timed_passes
 from ramtorch_core.engine.calibration import calibrate_chunks
 from ramtorch_core.engine.chunks import find_chunks
@@ -22,6 +22,7 @@ from ramtorch_core.engine.rates import Rates, known_rates, measure_rates
 from ramtorch_core.engine.stream import Streamer
 from ramtorch_core.engine.timed_passes import FIRST, Deliveries, Issue, Part, issuing, least_issue, time_passes
 from ramtorch_core.memory.device import Device
+from ramtorch_core.memory.host import Arena
 from ramtorch_core.memory.ranges import FOR_UPDATE, Kind
 from ramtorch_core.plan.itinerary import Direction, Visit
 
@@ -221,10 +222,45 @@ def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest
     assert again[1:] == updated[1:]
 
 
-def test_the_largest_cache_counts(tmp_path: Path) -> None:
-    for index, size in enumerate(["48K", "2048K", "300M", "?"]):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+@pytest.mark.parametrize("error", [HostMemoryError("full"), RuntimeError("can't allocate memory")])
+def test_updates_are_measured_on_one_weight_where_the_host_has_no_memory_for_more(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "_weights_beyond_caches", lambda nbytes: 5)
+    left = 3
+
+    def arena(nbytes: int, device: Device) -> Arena:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return Arena(nbytes, device)
+
+    monkeypatch.setattr(rates, "Arena", arena)
+    probe = rates._Probe(CPU, 1 << 10)
+    assert len(probe._groups) == 1
+    probe.update()
+    with pytest.raises(type(error), match=str(error)):
+        rates._Probe(CPU, 1 << 10)
+
+
+def test_the_last_caches_of_all_processors_that_may_be_used_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(processor: int, index: int, level: str, size: str, shared: str) -> None:
+        folder = tmp_path / f"cpu{processor}" / "cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        for name, content in {"level": level, "size": size, "shared_cpu_list": shared}.items():
+            (folder / name).write_text(content + "\n")
+
+    for processor, neighbours in enumerate(["0-1", "0-1", "2-3", "2-3", "4"]):
+        describe(processor, 0, "1", "48K", str(processor))
+        describe(processor, 1, "2", "2048K", str(processor))
+        describe(processor, 2, "3", "300M", neighbours)
+        describe(processor, 3, "?", "1G", neighbours)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert rates.last_cache_bytes(tmp_path) == 2 * (300 << 20)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4})
     assert rates.last_cache_bytes(tmp_path) == 300 << 20
     assert rates.last_cache_bytes(tmp_path / "none") == 0
 
