@@ -65,6 +65,8 @@ class Rates:
         device_bytes: memory of the device; None for the CPU.
         accumulated: bytes per second of a float32 sum in host memory to which gradients are added, piece by piece on
             the device; None if that is not known.
+        beyond_caches: updates were measured on as many weights as no cache holds. Where memory was short they were not,
+            and `host_update` and `host_memory` may look better than they are.
     """
 
     h2d: float
@@ -75,6 +77,7 @@ class Rates:
     device_update: float
     device_bytes: int | None
     accumulated: float | None = None
+    beyond_caches: bool = True
 
 
 def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: int = PARAMETERS) -> Rates:
@@ -101,6 +104,7 @@ def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: i
         device_update=_device_update(device, parameters),
         device_bytes=device.total_bytes(),
         accumulated=probe.accumulated(),
+        beyond_caches=probe.beyond_caches,
     )
 
 
@@ -108,7 +112,8 @@ def known_rates(device: Device, *, file: Path | None = None, clock: Callable[[],
     """The rates of this machine from `file`, measured and written there if they are not known.
 
     What runs beside a measurement makes rates look worse than they are, never better. So they are measured again when
-    they are asked for an hour or more later, until there are `MEASUREMENTS`; of each rate the best is kept.
+    they are asked for an hour or more later, until there are `MEASUREMENTS`; of each rate the best is kept, of updates
+    the best beyond the caches.
 
     Args:
         file: by default `machines.json` in the user's cache folder. Entries are told apart by the names of the device
@@ -147,6 +152,9 @@ def _best(one: Rates, other: Rates) -> Rates:
     for name, value in dataclasses.asdict(one).items():
         if value is not None and found[name] is not None and name != "device_bytes":
             found[name] = (min if name in ("host_update", "device_update") else max)(value, found[name])
+    if one.beyond_caches != other.beyond_caches:
+        truer = one if one.beyond_caches else other
+        found |= {"host_update": truer.host_update, "host_memory": truer.host_memory}
     return Rates(**found)
 
 
@@ -224,13 +232,17 @@ class _Copies:
 
 
 class _Probe:
-    """Weights in the engine's own code: masters with their shadows in arenas, and gradients as they arrive."""
+    """Weights in the engine's own code: masters with their shadows in arenas, and gradients as they arrive.
+
+    Attributes:
+        beyond_caches: there are as many as no cache holds.
+    """
 
     def __init__(self, device: Device, parameters: int) -> None:
         self._device, self._parameters = device, parameters
         self._kernel, self._threads = adam_kernel(), max(1, processors() - 1)
         found: list[tuple[WeightGroup, WeightUpdate]] = []
-        for _ in range(_weights_beyond_caches(16 * parameters)):
+        for _ in range(_weights_with_room(16 * parameters)):
             try:
                 found.append(self._weight())
             except (HostMemoryError, RuntimeError):  # the latter of torch's allocator
@@ -238,6 +250,7 @@ class _Probe:
                     raise
                 del found[1:]  # room for what is measured else
                 break
+        self.beyond_caches = len(found) >= _weights_beyond_caches(16 * parameters)
         self._groups, self._in_turn = [group for group, _ in found], itertools.cycle([each for _, each in found])
 
     def update(self) -> None:
@@ -302,14 +315,18 @@ class _Probe:
 
 
 def _weights_beyond_caches(nbytes: int) -> int:
-    """How many weights, with their state of so many bytes each, are updated in turn.
+    """How many weights, with their state of so many bytes each, should be updated in turn.
 
     In a step each update finds its weight in memory, where the last one of a weight as large as some caches leaves a
     part of it in them: alone, over and over, it is up to a fifth faster.
     """
-    wanted = min(MOST_WEIGHTS, math.ceil(CACHES * last_cache_bytes() / nbytes))
-    available = available_bytes()
-    return max(1, wanted if available is None else min(wanted, available // RAM_SHARE // nbytes))
+    return max(1, min(MOST_WEIGHTS, math.ceil(CACHES * last_cache_bytes() / nbytes)))
+
+
+def _weights_with_room(nbytes: int) -> int:
+    """How many of them are, as memory allows; at least one."""
+    wanted, available = _weights_beyond_caches(nbytes), available_bytes()
+    return wanted if available is None else max(1, min(wanted, available // RAM_SHARE // nbytes))
 
 
 def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -205,9 +205,9 @@ def test_rates_of_the_host_are_positive() -> None:
 def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "last_cache_bytes", lambda: 100)
     monkeypatch.setattr(rates, "available_bytes", lambda: None)
-    assert [rates._weights_beyond_caches(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 3, 3, 1, 1]
+    assert [rates._weights_with_room(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 3, 3, 1, 1]
     monkeypatch.setattr(rates, "available_bytes", lambda: 8 * 1000)
-    assert [rates._weights_beyond_caches(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 2, 2, 1, 1]
+    assert [rates._weights_with_room(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 2, 2, 1, 1]
     probe = rates._Probe(CPU, 1 << 10)
     first = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert len(first) == 1
@@ -216,6 +216,7 @@ def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest
     probe = rates._Probe(CPU, 1 << 10)
     updated = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert updated == first * 3, "each once"
+    assert probe.beyond_caches
     probe.update()
     again = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert again[0] < updated[0]
@@ -226,7 +227,8 @@ def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest
 def test_updates_are_measured_on_one_weight_where_the_host_has_no_memory_for_more(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "_weights_beyond_caches", lambda nbytes: 5)
+    monkeypatch.setattr(rates, "last_cache_bytes", lambda: 1 << 13)
+    monkeypatch.setattr(rates, "available_bytes", lambda: None)
     left = 3
 
     def arena(nbytes: int, device: Device) -> Arena:
@@ -239,6 +241,7 @@ def test_updates_are_measured_on_one_weight_where_the_host_has_no_memory_for_mor
     monkeypatch.setattr(rates, "Arena", arena)
     probe = rates._Probe(CPU, 1 << 10)
     assert len(probe._groups) == 1
+    assert not probe.beyond_caches
     probe.update()
     with pytest.raises(type(error), match=str(error)):
         rates._Probe(CPU, 1 << 10)
@@ -309,6 +312,19 @@ def test_rates_of_a_busy_machine_are_replaced_by_better_ones_of_another_hour(
     ):
         monkeypatch.setattr(rates, "measure_rates", lambda device, measured=measured: measured)
         assert known_rates(CPU, file=file, clock=lambda at=at: at) == found
+
+
+@pytest.mark.parametrize("short_first", [True, False])
+def test_updates_that_the_cache_may_have_sped_up_give_way_to_others(
+    tmp_path: Path, short_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = replace(RATES, host_update=RATES.host_update / 2, host_memory=2 * RATES.host_memory, beyond_caches=False)
+    better = replace(RATES, host_update=0.9 * RATES.host_update)
+    found = []
+    for hour, measured in enumerate([short, RATES, better] if short_first else [RATES, short, better]):
+        monkeypatch.setattr(rates, "measure_rates", lambda device, measured=measured: measured)
+        found.append(known_rates(CPU, file=tmp_path / "machines.json", clock=lambda hour=hour: 3600.0 * hour))
+    assert found == [short if short_first else RATES, RATES, better]
 
 
 def test_rates_that_are_known_stay_where_there_is_no_room_to_measure_again(
