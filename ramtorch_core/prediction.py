@@ -282,12 +282,16 @@ def recommend(
 
 
 def even_stages(calibration: Calibration, stages: int) -> list[int]:
-    """The first chunks of all stages but the first, for `predict_pipeline`, with which stages compute equally long.
+    """The first chunks of all stages but the first, for `predict_pipeline`, with which stages compute most evenly.
+
+    What is in no chunk counts as part of the last one, as there.
 
     Raises:
-        ConfigurationError: fewer chunks than stages.
+        ConfigurationError: fewer chunks than stages, or no stages.
     """
+    check_count("stages", stages)
     seconds = [chunk.forward + chunk.backward for chunk in calibration.chunks]
+    seconds[-1] += calibration.outside
     return [part.start for part in partition(seconds, stages)[1:]]
 
 

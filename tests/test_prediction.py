@@ -209,6 +209,11 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
     assert found.bubble == pytest.approx(1 / 5)
     assert even_stages(even, 2) == [2]
     assert even_stages(replace(even, chunks=(replace(CHUNK, backward=20.0), *even.chunks)), 2) == [1]
+    assert even_stages(replace(even, outside=20.0), 2) == [3], "what is in no chunk is in the last stage"
+    assert even_stages(even, 1) == []
+    for stages, message in ((0, "stages"), (5, "cannot cut 4 items into 5")):
+        with pytest.raises(ConfigurationError, match=message):
+            even_stages(even, stages)
     for cuts in ([0], [4], [3, 2]):
         with pytest.raises(ConfigurationError, match="first_chunks"):
             predict_pipeline(even, build("gpipe", len(cuts) + 1, 4), cuts)
