@@ -225,6 +225,11 @@ static void *run(void *argument) {
     return NULL;
 }
 
+/* Whether another thread works too. With much thread-local memory in the process, small stacks are refused. */
+static int start(pthread_t *thread, const pthread_attr_t *small, Work *work) {
+    return pthread_create(thread, small, run, work) == 0 || pthread_create(thread, NULL, run, work) == 0;
+}
+
 /* Update `count` weights with up to `threads` threads; returns when all are done. */
 void ramtorch_adam(const Weight *weights, int64_t count, int32_t threads) {
     Work work = {weights, count, 0, 0};
@@ -240,7 +245,7 @@ void ramtorch_adam(const Weight *weights, int64_t count, int32_t threads) {
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, STACK);
     int started = 0;
-    while (started < threads - 1 && pthread_create(&others[started], &small, run, &work) == 0) started++;
+    while (started < threads - 1 && start(&others[started], &small, &work)) started++;
     pthread_attr_destroy(&small);
     run(&work);
     for (int i = 0; i < started; i++) pthread_join(others[i], NULL);

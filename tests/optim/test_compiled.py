@@ -1,6 +1,9 @@
 """The compiled Adam kernel, against torch's fused one, bit for bit; and what happens where it cannot be built."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,36 @@ from ramtorch_core.optim import compiled
 from ramtorch_core.optim.compiled import AdamKernel, AdamWeight, adam_kernel
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+THREADS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+
+typedef int Create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+__thread char large[1 << 20] __attribute__((tls_model("initial-exec")));
+int refuse, started;
+
+int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    large[0] = 1;
+    int error = refuse ? EAGAIN : ((Create *)dlsym(RTLD_NEXT, "pthread_create"))(thread, attributes, run, argument);
+    started += !error;
+    return error;
+}
+"""
+UPDATE = """
+import ctypes, sys, torch
+from ramtorch_core.optim.compiled import AdamWeight, adam_kernel
+
+threads, kernel = ctypes.CDLL(sys.argv[1]), adam_kernel()
+refuse, started = (ctypes.c_int.in_dll(threads, name) for name in ("refuse", "started"))
+options = dict(lr=0.5, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0)
+for refuse.value in range(2):
+    before = started.value
+    master, *state, grad = (torch.full((1 << 20,), float(value)) for value in (1, 0, 0, 1))
+    kernel([AdamWeight(master, *state, grad, None, step=1, decoupled=True, **options)], 4)
+    print(started.value - before, master.unique().tolist())
+"""
 SIZES = [*range(1, 200), *range(201, 4097, 61), 4095, 4096, 4097, 65535, 65536, 65537, 3 * 65536 + 5]
 
 
@@ -162,6 +195,23 @@ def test_a_damaged_library_in_the_cache_is_built_anew(
     adam_kernel.cache_clear()
     assert adam_kernel() is not None
     assert damaged.stat().st_size == library.stat().st_size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
+def test_threads_start_whatever_thread_local_memory_there_is_and_none_is_needed(
+    kernel: AdamKernel, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "threads.c", tmp_path / "threads.so"
+    source.write_text(THREADS)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATE, library],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["3 [0.5]", "0 [0.5]"]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])
