@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device, Stream
 from ramtorch_core.memory.gradients import Gradients
-from ramtorch_core.memory.host import Arena, available_bytes
+from ramtorch_core.memory.host import Arena, available_bytes, last_cache_bytes
 from ramtorch_core.memory.ranges import Mark
 from ramtorch_core.memory.weights import Weight, WeightGroup
 from ramtorch_core.optim.compiled import adam_kernel
@@ -327,23 +326,6 @@ def _weights_with_room(nbytes: int) -> int:
     """How many of them are, as memory allows; at least one."""
     wanted, available = _weights_beyond_caches(nbytes), available_bytes()
     return wanted if available is None else max(1, min(wanted, available // RAM_SHARE // nbytes))
-
-
-def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of the last caches of the processors that this process may use; 0 where the system does not tell.
-
-    A machine has several of them: one for each socket, or for a few cores.
-    """
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    found: dict[tuple[int, str], int] = {}  # (level, who shares it) -> bytes
-    names = ("level", "size", "shared_cpu_list")
-    for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
-        for cache in folder.glob(f"cpu{number}/cache/index*"):
-            with contextlib.suppress(OSError, ValueError):
-                level, size, shared = ((cache / name).read_text().strip() for name in names)
-                found[int(level), shared] = int(size.rstrip("KMG")) * units.get(size[-1:], 1)
-    last = max((level for level, _ in found), default=0)
-    return sum(nbytes for (level, _), nbytes in found.items() if level == last)
 
 
 def _host_memory(nbytes: int) -> float:

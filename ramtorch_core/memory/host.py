@@ -127,3 +127,20 @@ def available_bytes() -> int | None:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         available = min(available, limit - used)
     return available
+
+
+def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of the last caches of the processors that this process may use; 0 where the system does not tell.
+
+    A machine has several of them: one for each socket, or for a few cores.
+    """
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    found: dict[tuple[int, str], int] = {}  # (level, who shares it) -> bytes
+    names = ("level", "size", "shared_cpu_list")
+    for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        for cache in folder.glob(f"cpu{number}/cache/index*"):
+            with contextlib.suppress(OSError, ValueError):
+                level, size, shared = ((cache / name).read_text().strip() for name in names)
+                found[int(level), shared] = int(size.rstrip("KMG")) * units.get(size[-1:], 1)
+    last = max((level for level, _ in found), default=0)
+    return sum(nbytes for (level, _), nbytes in found.items() if level == last)

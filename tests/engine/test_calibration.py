@@ -247,27 +247,6 @@ def test_updates_are_measured_on_one_weight_where_the_host_has_no_memory_for_mor
         rates._Probe(CPU, 1 << 10)
 
 
-def test_the_last_caches_of_all_processors_that_may_be_used_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def describe(processor: int, index: int, level: str, size: str, shared: str) -> None:
-        folder = tmp_path / f"cpu{processor}" / "cache" / f"index{index}"
-        folder.mkdir(parents=True)
-        for name, content in {"level": level, "size": size, "shared_cpu_list": shared}.items():
-            (folder / name).write_text(content + "\n")
-
-    for processor, neighbours in enumerate(["0-1", "0-1", "2-3", "2-3", "4"]):
-        describe(processor, 0, "1", "48K", str(processor))
-        describe(processor, 1, "2", "2048K", str(processor))
-        describe(processor, 2, "3", "300M", neighbours)
-        describe(processor, 3, "?", "1G", neighbours)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert rates.last_cache_bytes(tmp_path) == 2 * (300 << 20)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4})
-    assert rates.last_cache_bytes(tmp_path) == 300 << 20
-    assert rates.last_cache_bytes(tmp_path / "none") == 0
-
-
 def test_rates_that_an_earlier_version_measured_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

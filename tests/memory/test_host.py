@@ -3,13 +3,14 @@
 import gc
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device
-from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned, available_bytes
+from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned, available_bytes, last_cache_bytes
 
 CPU = Device("cpu")
 
@@ -106,3 +107,24 @@ def test_a_forked_child_reads_the_arena_and_leaves_its_lock_alone(monkeypatch: p
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     del tensor, arena
     assert unlocked == [os.getpid()]
+
+
+def test_the_last_caches_of_all_processors_that_may_be_used_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(processor: int, index: int, level: str, size: str, shared: str) -> None:
+        folder = tmp_path / f"cpu{processor}" / "cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        for name, content in {"level": level, "size": size, "shared_cpu_list": shared}.items():
+            (folder / name).write_text(content + "\n")
+
+    for processor, neighbours in enumerate(["0-1", "0-1", "2-3", "2-3", "4"]):
+        describe(processor, 0, "1", "48K", str(processor))
+        describe(processor, 1, "2", "2048K", str(processor))
+        describe(processor, 2, "3", "300M", neighbours)
+        describe(processor, 3, "?", "1G", neighbours)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert last_cache_bytes(tmp_path) == 2 * (300 << 20)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4})
+    assert last_cache_bytes(tmp_path) == 300 << 20
+    assert last_cache_bytes(tmp_path / "none") == 0
