@@ -1,10 +1,9 @@
 """Passes over a streamed model in which the device waits for nobody, so that what is timed is compute alone.
 
 Gradients are dropped where backward leaves them, so nothing is copied to the host and nothing updated. The device gets
-some work in advance: the host then is ahead, and no kernel waits to be launched. It is work like that of training, on
-numbers that differ, and long enough for the device's clock to come down to what its power allows, as in training. Waits
-for weights, which stream as always, are timed apart. The host is timed in other passes, without work in advance: behind
-a full queue of the device it waits.
+some work in advance, as much as the host needs to issue a pass: the host then is ahead, and no kernel waits to be
+launched. Waits for weights, which stream as always, are timed apart. The host is timed in other passes, without work in
+advance: behind a full queue of the device it waits.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ramtorch_core.memory.ranges import FOR_TRANSFER, Kind, Range
 from ramtorch_core.plan.itinerary import Direction, Visit
 
 FACTOR = 4096
-WORK_BYTES = 2 * 2 * FACTOR**2
+WORK_BYTES = 2 * 4 * FACTOR**2
 """Of device memory, for what keeps it busy."""
-ADVANCE = 0.3
+LONGEST = 0.25
 """Seconds of work in advance. A host that needs longer for a pass is ahead of the device only for the first chunks."""
 FIRST = 8
 """Visits whose issuing is timed."""
@@ -69,21 +68,22 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """Seconds of one forward and backward: of compute, and of the host to issue it."""
+    """Seconds of one forward and backward: of compute, of the host to issue it, and of the host for all of it."""
 
     lap: Lap
     issue: Issue
+    host: float
 
 
 def time_passes(run: Run, count: int) -> list[TimedPass]:
-    """Time so many passes of the host, and of the device."""
+    """Time so many passes of the device, and of the host, which tell how far ahead it has to be."""
     device = run.streamer.device
     with _without_updates(run):
-        hosts = [_time(run) for _ in range(count + 1)][1:]
         if not device.asynchronous:
-            return hosts
-        ahead = _Ahead(device)
-        passes = [_time(run, ahead) for _ in range(count)]
+            return [_time(run, None, 0.0) for _ in range(count + 1)][1:]
+        hosts = [_time(run, None, 0.0) for _ in range(count + 1)][1:]
+        ahead, seconds = _Ahead(device), min(LONGEST, statistics.median(each.host for each in hosts))
+        passes = [_time(run, ahead, seconds) for _ in range(count)]
     return [replace(host, lap=each.lap) for host, each in zip(hosts, passes, strict=True)]
 
 
@@ -120,8 +120,7 @@ class _Ahead:
 
     def __init__(self, device: Device) -> None:
         with torch.inference_mode(False):
-            numbers = torch.arange(FACTOR**2, dtype=torch.float32, device=device.torch).sin_()  # uses no generator
-            self._factor = numbers.view(FACTOR, FACTOR).bfloat16()
+            self._factor = torch.zeros(FACTOR, FACTOR, device=device.torch)
             self._product = torch.empty_like(self._factor)
         self._multiply()
         begun = device.mark()
@@ -177,7 +176,7 @@ class Pacing(deque[Range]):
         super().__init__()
         self._ranges, self._ahead = device.ranges, _Ahead(device)
         self._forward, self._backward = (
-            min(ADVANCE, MARGIN * seconds) for seconds in (issue.forward, issue.recompute + issue.backward)
+            min(LONGEST, MARGIN * seconds) for seconds in (issue.forward, issue.recompute + issue.backward)
         )
 
     def append(self, ended: Range) -> None:
@@ -187,21 +186,21 @@ class Pacing(deque[Range]):
                 self._ahead.work(self._forward if current_task() == -1 else self._backward)
 
 
-def _time(run: Run, ahead: _Ahead | None = None) -> TimedPass:
+def _time(run: Run, ahead: _Ahead | None, seconds: float) -> TimedPass:
     device = run.streamer.device
     device.synchronize()
     listener = device.ranges.listen()
     deliveries = listener.waiting = Deliveries()
     try:
         if ahead is not None:
-            ahead.work(ADVANCE)
+            ahead.work(seconds)
         start, begun = device.mark(), time.perf_counter()
         loss = run.forward()
         middle, until = device.mark(), device.ranges.tick()
         if not loss.requires_grad:
             raise ConfigurationError("the loss has no gradient: no parameter that it depends on is trained")
         loss.backward()
-        end = device.mark()
+        end, host = device.mark(), time.perf_counter() - begun
         device.synchronize()
         ended = listener.collect()
     finally:
@@ -214,7 +213,7 @@ def _time(run: Run, ahead: _Ahead | None = None) -> TimedPass:
     before = sum(wait.seconds for wait in waits if wait.ended < until)
     forwards = sum(seconds for visit, seconds in lap.visits.items() if visit.direction is Direction.FORWARD)
     lap.ahead = max(0.0, middle.seconds_since(start) - before - forwards)
-    return TimedPass(lap, issuing(deliveries.ends, begun) if device.asynchronous else Issue())
+    return TimedPass(lap, issuing(deliveries.ends, begun) if device.asynchronous else Issue(), host)
 
 
 def issuing(ends: Sequence[tuple[Part, float]], begun: float) -> Issue:
