@@ -246,14 +246,14 @@ class AutoSchedule:
 
 
 class ScheduledRunner:
-    """A runner whose training steps take the schedule that is chosen.
+    """A runner whose training steps take the schedule that `auto` chooses.
 
-    Attributes:
-        auto: chooses it.
+    Args:
+        gpu_memory, say: as for `AutoSchedule`.
     """
 
-    def __init__(self, runner: PipelineRunner, auto: AutoSchedule) -> None:
-        self._runner, self.auto = runner, auto
+    def __init__(self, runner: PipelineRunner, gpu_memory: int | None, say: Callable[[str], None]) -> None:
+        self._runner, self.auto = runner, AutoSchedule(runner, gpu_memory, say)
 
     def train(
         self,

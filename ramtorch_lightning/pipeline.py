@@ -25,7 +25,7 @@ from ramtorch_core.pipeline import (
     resolve_devices,
     stream_options,
 )
-from ramtorch_core.schedules import AUTO, FIRST, AutoSchedule, ScheduledRunner
+from ramtorch_core.schedules import AUTO, FIRST, ScheduledRunner
 from ramtorch_core.tuning import bytes_of
 from ramtorch_lightning._lightning import (
     Accelerator,
@@ -34,7 +34,6 @@ from ramtorch_lightning._lightning import (
     TrainerFn,
     pl,
     rank_zero_info,
-    rank_zero_warn,
 )
 from ramtorch_lightning.arguments import ChunkSpec, Devices, ScheduleSpec, StageSpec
 from ramtorch_lightning.chunks import chunk_spec
@@ -42,6 +41,7 @@ from ramtorch_lightning.evaluation import evaluate_pipelined, evaluate_whole
 from ramtorch_lightning.logs import LogCapture
 from ramtorch_lightning.microbatches import MicrobatchedStrategy, SplitFn, WeightFn
 from ramtorch_lightning.refusals import allow_clipping, check_agreement, check_optimizer, check_plugins
+from ramtorch_lightning.tuning import tell_missed
 from ramtorch_lightning.writers import keep_average_on_host
 
 __all__ = ["PipelineStrategy"]
@@ -257,8 +257,7 @@ class PipelineStrategy(MicrobatchedStrategy):
             stream=self._stream_options(module),
             say=say,
         )
-        auto = AutoSchedule(self._runner, self._gpu_memory, say) if self._auto_schedule else None
-        self._scheduled = None if auto is None else ScheduledRunner(self._runner, auto)
+        self._scheduled = ScheduledRunner(self._runner, self._gpu_memory, say) if self._auto_schedule else None
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
@@ -271,7 +270,7 @@ class PipelineStrategy(MicrobatchedStrategy):
 
     @override
     def teardown(self) -> None:
-        self._tell_missed()
+        tell_missed(self.lightning_module, self._scheduled)
         self._close()
         if self.accelerator is not None:
             super().teardown()
@@ -281,15 +280,6 @@ class PipelineStrategy(MicrobatchedStrategy):
         super().on_exception(exception)
         if self._runner is not None:
             advise_pipeline(exception, self._runner, self._microbatches)
-
-    def _tell_missed(self) -> None:
-        """Warn where a fit was too short to choose what is "auto"."""
-        module = self.lightning_module
-        if self._scheduled is None or module is None or not module.automatic_optimization:
-            return
-        trainer, missed = module.trainer, self._scheduled.auto.missed()
-        if missed is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
-            rank_zero_warn(f"PipelineStrategy: {missed}")
 
     def _close(self) -> None:
         runner, self._runner, self._scheduled = self._runner, None, None

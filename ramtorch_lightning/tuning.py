@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from ramtorch_core import Streamer
 from ramtorch_core.prediction import Optimizer as Where
 from ramtorch_core.prediction import StreamingPlan, rates_of
+from ramtorch_core.schedules import ScheduledRunner
 from ramtorch_core.tuning import TIMED, WARM_UP, Order, Tuner, Wish
-from ramtorch_lightning._lightning import pl, rank_zero_info, rank_zero_warn
+from ramtorch_lightning._lightning import TrainerFn, pl, rank_zero_info, rank_zero_warn
 from ramtorch_lightning.overlap import StepPath
 
-__all__ = ["BatchTuner", "rates_of"]
+__all__ = ["BatchTuner", "rates_of", "tell_missed"]
 
 
 class BatchTuner:
@@ -77,6 +78,15 @@ class BatchTuner:
             recast=self._streamer.conservative,
             clip=bool(self._trainer.gradient_clip_val),
         )
+
+
+def tell_missed(module: pl.LightningModule | None, scheduled: ScheduledRunner | None) -> None:
+    """Warn where a fit was too short for a pipeline's schedule="auto" to be chosen."""
+    if module is None or scheduled is None or not module.automatic_optimization:
+        return
+    trainer, missed = module.trainer, scheduled.auto.missed()
+    if missed is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+        rank_zero_warn(f"PipelineStrategy: {missed}")
 
 
 def _say(message: str, warns: bool) -> None:

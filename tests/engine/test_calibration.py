@@ -209,16 +209,16 @@ def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest
     monkeypatch.setattr(rates, "available_bytes", lambda: 8 * 1000)
     assert [rates._weights_with_room(nbytes) for nbytes in (1, 400, 500, 1200, 5000)] == [16, 2, 2, 1, 1]
     probe = rates._Probe(CPU, 1 << 10)
-    first = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    first = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert len(first) == 1
     monkeypatch.setattr(rates, "last_cache_bytes", lambda: 4096)
     monkeypatch.setattr(rates, "available_bytes", lambda: None)
     probe = rates._Probe(CPU, 1 << 10)
-    updated = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    updated = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert updated == first * 3, "each once"
     assert probe.beyond_caches
     probe.update()
-    again = [float(group.weights[0].parameter[0]) for group in probe._groups]
+    again = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert again[0] < updated[0]
     assert again[1:] == updated[1:]
 

@@ -14,7 +14,7 @@ from ramtorch_core.engine.pipeline.runner import TIMED_STEP, PipelineRunner
 from ramtorch_core.engine.pipeline.step import current_step
 from ramtorch_core.engine.pipeline.streamed import StreamOptions
 from ramtorch_core.memory.device import Device
-from ramtorch_core.schedules import AutoSchedule, ScheduledRunner
+from ramtorch_core.schedules import ScheduledRunner
 from ramtorch_core.tuning import WARM_UP
 
 
@@ -195,11 +195,11 @@ def test_other_modules_in_the_tree_are_timed_anew(clock: Clock, pipeline: Make) 
 def test_the_automatic_schedule_waits_until_stages_are_settled(clock: Clock, pipeline: Make) -> None:
     model = Costly(clock, [1, 1, 1, 1, 1, 1, 3, 3])
     runner = pipeline(model)
-    auto = AutoSchedule(runner)
+    scheduled = ScheduledRunner(runner, None, lambda message: None)
     for step in range(TIMED_STEP + 1 + WARM_UP + 2):
-        assert not auto.done
-        train(ScheduledRunner(runner, auto), model, step)
-    assert auto.done
+        assert not scheduled.auto.done
+        train(scheduled, model, step)
+    assert scheduled.auto.done
     assert begins(runner) == ["blocks.6"]
 
 
