@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device
 
+_FIRST_VERSION = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Of control groups: where they tell the limit, what is used, and what of that are idle files."""
 ALIGNMENT = 256
 """Bytes. Slots and arenas share one layout, and device kernels load best from such addresses."""
 
@@ -110,7 +112,7 @@ class Arena:
 
 
 def available_bytes() -> int | None:
-    """Host memory that can still be had, in bytes: what the system reports, within the control group's limit.
+    """Host memory that can still be had, in bytes: what the system reports, within the limits of control groups.
 
     Returns None where the system does not tell.
     """
@@ -122,11 +124,40 @@ def available_bytes() -> int | None:
         with contextlib.suppress(AttributeError, ValueError, OSError):
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return None
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, limit - used)
-    return available
+    return max(0, min([available, *_room_in_groups()]))
+
+
+def _room_in_groups(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Bytes below the limit of each control group that this process is in, nested ones included, of either version.
+
+    Files that were read and not used again (`inactive_file`) give way, so they do not count, as in the working set of
+    Kubernetes.
+    """
+    lines = ["0::/"]
+    with contextlib.suppress(OSError):
+        lines = membership.read_text().splitlines()
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, (limit, usage, idle) = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, (limit, usage, idle) = mount / "memory", _FIRST_VERSION
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                most, used = (int((folder / name).read_text()) for name in (limit, usage))
+            except (OSError, ValueError):  # no limit, or a group outside of this container
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                stat = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                used -= int(stat[idle])
+            yield most - used
 
 
 def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:

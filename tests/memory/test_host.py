@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ramtorch_core.errors import HostMemoryError
+from ramtorch_core.memory import host
 from ramtorch_core.memory.device import Device
 from ramtorch_core.memory.host import ALIGNMENT, Arena, aligned, available_bytes, last_cache_bytes
 
@@ -107,6 +108,42 @@ def test_a_forked_child_reads_the_arena_and_leaves_its_lock_alone(monkeypatch: p
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     del tensor, arena
     assert unlocked == [os.getpid()]
+
+
+def test_memory_is_what_the_tightest_control_group_leaves(tmp_path: Path) -> None:
+    membership, mount = tmp_path / "cgroup", tmp_path / "mount"
+
+    def limit(folder: str, **files: str) -> None:
+        (mount / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (mount / folder / name.replace("__", ".")).write_text(content + "\n")
+
+    def left() -> list[int]:
+        return list(host._room_in_groups(membership, mount))
+
+    assert left() == []
+    membership.write_text("0::/jobs/one/task\n")
+    limit("", memory__stat="inactive_file 0")  # the root has no limit
+    limit("jobs", memory__max="max", memory__current="7", memory__stat="inactive_file 0")
+    assert left() == []
+    limit("jobs/one", memory__max="1000", memory__current="700", memory__stat="anon 600\ninactive_file 100")
+    limit("jobs/one/task", memory__max="900", memory__current="700", memory__stat="inactive_file 100\nshmem 3")
+    limit("jobs/two", memory__max="1", memory__current="1", memory__stat="inactive_file 0")
+    assert left() == [300, 400]
+    (mount / "jobs/one/memory.stat").unlink()
+    assert left() == [300, 300]
+    membership.write_text("12:cpu,cpuacct:/jobs\n4:hugetlb,memory:/slurm/job_1\n0::/nowhere\n")
+    usage = {"memory__usage_in_bytes": "30", "memory__stat": "inactive_file 1\ntotal_inactive_file 10"}
+    limit("memory/slurm", memory__limit_in_bytes="9223372036854771712", **usage)
+    limit("memory/slurm/job_1", memory__limit_in_bytes="100", **usage)
+    assert left() == [80, 9223372036854771712 - 20]
+
+
+def test_memory_that_a_group_has_used_up_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_room_in_groups", lambda: iter([10, -5]))
+    assert available_bytes() == 0
+    monkeypatch.setattr(host, "_room_in_groups", lambda: iter([10, 20]))
+    assert available_bytes() == 10
 
 
 def test_the_last_caches_of_all_processors_that_may_be_used_count(
