@@ -221,6 +221,8 @@ def test_updates_are_measured_on_weights_that_no_cache_holds(monkeypatch: pytest
     again = [group.weights[0].parameter[0].item() for group in probe._groups]
     assert again[0] < updated[0]
     assert again[1:] == updated[1:]
+    probe.update()
+    assert probe._groups[1].weights[0].parameter[0].item() == again[0], "in turn"
 
 
 @pytest.mark.parametrize("error", [HostMemoryError("full"), RuntimeError("can't allocate memory")])

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,9 +53,10 @@ SIZES = [*range(1, 200), *range(201, 4097, 61), 4095, 4096, 4097, 65535, 65536, 
 
 @pytest.fixture(scope="module")
 def kernel() -> AdamKernel:
-    found = adam_kernel()
-    if found is None:
+    if not any(map(shutil.which, (os.environ.get("CC", "cc").split()[0], "cc", "gcc", "clang"))):
         pytest.skip("no C compiler")
+    found = adam_kernel()
+    assert found is not None, "it does not build, or its results are not torch's"
     return found
 
 
