@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
