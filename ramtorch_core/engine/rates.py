@@ -82,7 +82,7 @@ class Rates:
 def measure_rates(device: Device, *, copy_bytes: int = COPY_BYTES, parameters: int = PARAMETERS) -> Rates:
     """Measure now.
 
-    Takes some seconds, about one of them per gigabyte of host memory: of that, `2 * copy_bytes` bytes besides
+    Takes some seconds, more of them the more host memory it writes for the first time: `2 * copy_bytes` bytes, and
     `16 * parameters` for each of at most `MOST_WEIGHTS` weights, together as many as `CACHES` times the last caches
     have, if an eighth of what is available suffices for that. There is always one weight.
 
@@ -316,8 +316,8 @@ class _Probe:
 def _weights_beyond_caches(nbytes: int) -> int:
     """How many weights, with their state of so many bytes each, should be updated in turn.
 
-    In a step each update finds its weight in memory, where the last one of a weight as large as some caches leaves a
-    part of it in them: alone, over and over, it is up to a fifth faster.
+    In a step each update finds its weight in memory. Alone, over and over, the update of a weight even of several
+    caches' size finds a part of it in them, and is faster.
     """
     return max(1, min(MOST_WEIGHTS, math.ceil(CACHES * last_cache_bytes() / nbytes)))
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from ramtorch_core.errors import HostMemoryError
 from ramtorch_core.memory.device import Device
 
-_FIRST_VERSION = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Of control groups: where they tell the limit, what is used, and what of that are idle files."""
 ALIGNMENT = 256
 """Bytes. Slots and arenas share one layout, and device kernels load best from such addresses."""
 
@@ -141,11 +139,12 @@ def _room_in_groups(
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            root, (limit, usage, idle) = mount, ("memory.max", "memory.current", "inactive_file")
+            root, names = mount, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root, (limit, usage, idle) = mount / "memory", _FIRST_VERSION
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
+        limit, usage, idle = names
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):

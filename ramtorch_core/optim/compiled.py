@@ -199,13 +199,18 @@ def adam_kernel() -> AdamKernel | None:
     return kernel
 
 
+def compiler() -> list[str]:
+    """The command of this machine's C compiler; empty if it has none."""
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
+    return found.split()
+
+
 def _load() -> ctypes.CDLL:
     """The library from the user's cache; built, and put there if that can be, where it is missing or damaged."""
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
+    if not compiler():
         raise RuntimeError("this machine has no C compiler (cc, gcc, clang, or CC=)")
-    command = [*compiler.split(), *FLAGS]
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True, timeout=60).stdout
+    command = [*compiler(), *FLAGS]
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, check=True, timeout=60).stdout
     identity = b"\0".join((_SOURCE.read_bytes(), " ".join(command).encode(), version, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ramtorch_core"
     cached = folder / f"adam-{hashlib.sha256(identity).hexdigest()[:16]}.so"

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,7 +51,7 @@ SIZES = [*range(1, 200), *range(201, 4097, 61), 4095, 4096, 4097, 65535, 65536, 
 
 @pytest.fixture(scope="module")
 def kernel() -> AdamKernel:
-    if not any(map(shutil.which, (os.environ.get("CC", "cc").split()[0], "cc", "gcc", "clang"))):
+    if not compiled.compiler():
         pytest.skip("no C compiler")
     found = adam_kernel()
     assert found is not None, "it does not build, or its results are not torch's"
@@ -205,7 +204,7 @@ def test_threads_start_whatever_thread_local_memory_there_is_and_none_is_needed(
 ) -> None:
     source, library = tmp_path / "threads.c", tmp_path / "threads.so"
     source.write_text(THREADS)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    subprocess.run([*compiled.compiler(), "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     done = subprocess.run(
         [sys.executable, "-c", UPDATE, library],
         env=os.environ | {"LD_PRELOAD": str(library)},
